@@ -36,7 +36,7 @@ from ..inside.intervene import ablated
 from ..sampling import Chooser, check_extreme, extreme
 from ..text import Llama
 from .engine import Steps
-from .requests import LONGEST_LOOK, Heads
+from .requests import LONGEST_LOOK, LONGEST_PAGE, Heads
 from .spelling import Spelling
 
 SHOWN_HEADS, SHOWN_ROWS = 8, 3  # best heads, most probable tokens in a row of the lens
@@ -70,7 +70,7 @@ class Looks:
         return {
             **{name: getattr(config, name) for name in ("n_layers", "n_heads", "n_kv_heads", "head_dim")},
             **{"context": self.longest, "vocab_size": self.n_vocab, "parameters": config.n_params, "dtype": dtype},
-            "weights": f"{weights}, {describe_devices(self.model).replace('cpu', 'CPU')}",
+            **{"traced": LONGEST_PAGE, "weights": f"{weights}, {describe_devices(self.model).replace('cpu', 'CPU')}"},
             "template": self.llm.chat_format is not None or self.llm.chat_template is not None,
             **{"version": __version__, "sampling": self.llm.sampling, "stop_ids": sorted(self.llm.tokenizer.stop_ids)},
         }
@@ -116,14 +116,14 @@ class Looks:
             yield {"read": len(kept.ids), "of": len(ids)}
 
     @torch.inference_mode()
-    def answer(self, job: Job, answer: list[int], off: Heads, top: int) -> Steps:
+    def answer(self, job: Job, answer: list[int], off: Heads, top: int, own: Sequence[int] = ()) -> Steps:
         """The events of an answer that begins with ids: the prompt, how far it is read, each new token, the end.
 
-        off  heads that are switched off;  top  alternatives for each token
+        off  heads that are switched off;  top  alternatives for each token;  own  ids to take instead of drawn ones
         """
         model, tokenizer, start = self.model, self.llm.tokenizer, len(job.ids)
         params, constraint, ids = job.params, job.constraint, [*job.ids, *answer]
-        room = min(room_for(model, ids, params, None), self.longest - len(ids))
+        room = min(room_for(model, ids, params, None) + len(own), self.longest - len(ids))
         yield {"prompt": [self.token(id) for id in ids[:start]], "seed": params.seed}
         if constraint is not None:
             for id in answer:  # one id a step: a grammar may take 20 ms for each, and other answers wait
@@ -144,11 +144,13 @@ class Looks:
                 if step > 0:
                     logits = next_logits(model, chooser.text[-1], kept.cache)  # (V,)
                 report = chooser.stages(logits)
-                token = chooser.choose(logits)
+                if forced := step < len(own):
+                    chooser.check(float(extreme(logits)))
+                token = chooser.append(own[step], logits) if forced else chooser.choose(logits)
             kept.ids = chooser.text[: kept.cache.length]
             thought, _ = stream.feed(token.id)
-            drawn = self._drawn(token.id, report, top, greedy=params.greedy)
-            yield drawn if thought is None else {**drawn, "thought": True}
+            more = {name: True for name, found in (("thought", thought is not None), ("forced", forced)) if found}
+            yield self._drawn(token.id, report, top, greedy=params.greedy) | more
             if token.stop:
                 yield {"end": "stop"}
                 return
@@ -163,7 +165,7 @@ class Looks:
         """
         if greedy:
             last = [*report.values()][-1]
-            report["greedy"] = torch.full_like(last, -torch.inf).index_fill(-1, torch.tensor(id, device=last.device), 0)
+            report["greedy"] = torch.full_like(last, -torch.inf).index_fill(-1, last.argmax(-1), 0)
         p, q = (report[stage].softmax(-1) for stage in ("model", [*report][-1]))  # (V,) each
         warm = {} if greedy else {"warm": _short(float(report["temperature"].softmax(-1).max()))}
         ids = p.topk(min(top, len(p))).indices.tolist()

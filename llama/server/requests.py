@@ -54,7 +54,8 @@ CHAT_FIELDS = CHAT | {"max_completion_tokens": TOKENS, "logprobs": bool, "top_lo
 CHAT_FIELDS |= {"tool_choice": object, "parallel_tool_calls": bool, **SHARED}
 PART = {"type": Required("text"), "text": Required(str)}
 TEXT_FIELDS = {"prompt": object, "echo": bool, "suffix": str, "logprobs": TOP, "best_of": (1, 1), **SHARED}
-ANSWER_FIELDS = {"prompt": object, "ids": list, "answer": list, "off": list, "top": TOP, **CHAT, **GENERATION}
+ANSWER_FIELDS = {"prompt": object, "ids": list, "answer": list, "own": str, "off": list, "top": TOP}
+ANSWER_FIELDS |= CHAT | GENERATION
 INSIDE_FIELDS = {"model": object, "ids": list, "head": list, "off": list}
 INSIDE_FIELDS |= dict.fromkeys(("token", "against", "key"), int)
 GRID_FIELDS: dict[str, Any] = {"model": object, "ids": list, "off": list, "mean": bool, "position": int}
@@ -145,7 +146,7 @@ def parse_text(body: Mapping[str, Any], llm: Llama, model: str) -> AnswerRequest
 
 # --------------------------------------------------------------------------------------------------------------- looks
 def parse_answer(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, Any]:
-    """The arguments of `Looks.answer` from a body of /look/answer: messages, a text, or ids. Raises a LlamaError."""
+    """The arguments of `Looks.answer` from a body of /look/answer: messages, text, ids, or ids and text."""
     body = _fields(body, ANSWER_FIELDS, model)
     options, _ = _shared(body, llm)
     options |= {"max_new_tokens": _limit(body.get("max_tokens", -1), llm), "continues": False}
@@ -157,13 +158,16 @@ def parse_answer(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, A
             ids = _prompts(body["prompt"], None, 1, llm)[0]
         case ["ids"]:
             ids = _ids("ids", body["ids"], llm)
+        case ["prompt", "ids"]:
+            ids = [*_ids("ids", body["ids"], llm), *_joined("prompt", body, llm)]
         case _:
-            raise UsageError("expected one of messages, prompt and ids")
-    answer = _ids("answer", body["answer"], llm) if "answer" in body else []
-    _check_look([*ids, *answer], LONGEST_LOOK - 1)
+            raise UsageError("expected one of messages, prompt and ids, or prompt after ids")
+    answer, own = _ids("answer", body["answer"], llm) if "answer" in body else [], _joined("own", body, llm)
+    _check_look([*ids, *answer, *own], min(LONGEST_LOOK, llm.model.max_seq_len) - 1)
     options["thoughts"] = Thoughts() if "prompt" in body else llm.thoughts(ids)
     (job,) = llm.prepare(ids, options)
-    return {"job": job, "answer": answer, "off": _heads("off", body, llm), "top": body.get("top", SHOWN_TOP)}
+    found = {"job": job, "answer": answer, "own": own, "off": _heads("off", body, llm)}
+    return found | {"top": body.get("top", SHOWN_TOP)}
 
 
 def parse_inspection(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, Any]:
@@ -197,7 +201,7 @@ def parse_page(body: Mapping[str, Any], llm: Llama, model: str) -> list[int]:
 
 def _check_look(ids: list[int], most: int) -> list[int]:
     if len(ids) > most:
-        raise ContextLengthError(f"the text has {len(ids):,} tokens; a look takes at most {most:,}")
+        raise ContextLengthError(f"the text has {len(ids):,} tokens; its inside can be shown for at most {most:,}")
     return ids
 
 
@@ -271,6 +275,12 @@ def _ids(name: str, ids: Any, llm: Llama, kinds: str = "") -> list[int]:
         raise UsageError(f"{name} must be {kinds}a list of token ids, got {shown(ids)}")
     _check_size(len(ids), llm)
     return [checks.integer(f"a token id of {name}", id, 0, llm.model.config.vocab_size - 1) for id in ids]
+
+
+def _joined(name: str, body: Mapping[str, Any], llm: Llama) -> list[int]:
+    """The ids of a text that goes on from other ids."""
+    _check_size(len(text := checked(body.get(name, ""), str, name)), llm, "characters", LONGEST_TOKEN)
+    return llm.tokenizer.encode_joined(text)
 
 
 def _prompts(prompt: Any, suffix: str | None, n: int, llm: Llama) -> list[list[int]]:

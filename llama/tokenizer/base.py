@@ -237,9 +237,12 @@ class Tokenizer(ABC):
         """
         if self.infill is None:
             raise TokenizerError("the vocabulary has no infill ids, such as <|fim_prefix|>; use a model with infilling")
-        joined = self._encode_joined if self.strips_leading_space else self._encode
-        parts = {PREFIX: self._encode(_valid(prefix)), SUFFIX: joined(_valid(suffix))}
+        parts = {PREFIX: self._encode(_valid(prefix)), SUFFIX: self.encode_joined(suffix)}
         return [id for one in self.infill for id in (parts[one] if one in parts else [self.control[one]])]
+
+    def encode_joined(self, text: str) -> list[int]:
+        """Ids of plain text that continues another text."""
+        return (self._encode_joined if self.strips_leading_space else self._encode)(_valid(text))
 
     def _encode_after_control(self, text: str) -> list[int]:
         """Ids of valid plain text after a control token."""

@@ -149,6 +149,39 @@ def test_the_stage_that_cut_a_token_is_the_first_that_excludes_it(
         text.append(one["id"])
 
 
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.8}])
+def test_words_of_ones_own_are_taken_and_looked_into_like_drawn_ones(
+    server: Running, tiny_llm: Llama, options: dict[str, Any]
+) -> None:
+    """What follows is what the library draws after them, and their probabilities are those of the text with them."""
+    text = {"messages": MESSAGES, "seed": 5, "max_tokens": 8, **options}
+    prompt, tokens, _ = answer(server, **text)
+    begun, own = ids_of(tokens[:2]), tiny_llm.tokenizer.encode(" Zebra")
+    _, found, end = answer(server, **text, answer=begun, own=" Zebra")
+    expected = generate(
+        tiny_llm.model,
+        prompt + begun + own,
+        SamplingParams(max_new_tokens=8, seed=5, **options),
+        stop_ids=tiny_llm.tokenizer.stop_ids,
+        n_vocab=tiny_llm.tokenizer.n_vocab,
+    )
+    assert ids_of(found) == own + [token.id for token in expected]
+    assert [one.get("forced", False) for one in found] == [i < len(own) for i in range(len(found))]
+    for i, one in enumerate(found[: len(own)]):
+        p = softmax(next_logits(tiny_llm, prompt + begun + own[:i]))
+        assert one["p"] == pytest.approx(p[one["id"]], abs=1e-5)
+        best = [other["id"] for other in one["top"] if "cut" not in other]
+        if options["temperature"] == 0:
+            assert best == [int(p.argmax())]
+    assert end in ("length", "stop")
+
+
+def test_a_text_continues_ids(server: Running, tiny_llm: Llama) -> None:
+    ids = [5, 9, 30]
+    prompt, *_ = answer(server, ids=ids, prompt=" and a text", max_tokens=1)
+    assert prompt == ids + tiny_llm.tokenizer.encode(" and a text")
+
+
 def test_a_token_that_a_processor_excludes_is_cut_by_it(tiny_llm: Llama) -> None:
     """Processors are functions, so no request has them."""
     ids, odd = tiny_llm.encode_chat(MESSAGES), torch.arange(tiny_llm.tokenizer.n_vocab) % 2 == 1
@@ -386,6 +419,9 @@ def test_other_clients_of_the_default_model_notice_nothing(default_llm: Llama) -
         ("answer", {"ids": [5] * 250, "answer": [5] * 6}, "256"),
         ("answer", {"ids": [5], "messages": MESSAGES}, "one of messages, prompt and ids"),
         ("answer", {"ids": [5], "stop": "a"}, "unknown key 'stop'"),
+        ("answer", {"ids": [5], "own": 7}, "own must be"),
+        ("answer", {"ids": [5], "own": "z9" * 150}, "its inside can be shown for at most 255"),
+        ("answer", {"ids": [5], "prompt": ["a"]}, "prompt must be"),
         ("page", {"ids": [5, 999]}, "a token id of ids must be"),
     ],
 )

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 import torch
 from playwright.sync_api import Browser, Page
 
@@ -30,10 +32,13 @@ from llama.server.look import Looks
 from llama.text import Llama
 from tests.server.serving import Running, running
 
+from ..patience import PATIENCE
+
 pytestmark = pytest.mark.usefixtures("one_thread")
 SLOW = pytest.mark.slow
 WIDE, PHONE = {"width": 1280, "height": 860}, {"width": 390, "height": 844}
 SAMPLING: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "min_p": 0.05}
+KJV = Path(__file__).parents[2] / "checkpoints" / "tiny-kjv"
 NASTY = "<img src=x onerror=document.title='owned'> \u202egnp.exe"
 Open = Callable[..., Page]
 
@@ -135,6 +140,11 @@ def test_a_first_minute(show: Open, tiny_llm: Llama) -> None:
         assert shown == [share(other["p"]), *([share(other["q"])] if "q" in other else [])]
         assert rows.nth(k).locator(".cut").count() == ("cut" in other)
     check_bars(tab, one)
+    check_box(tab, "2 of them please")  # a pointer opened the word, so characters are text
+    tab.click(f"#t{turn['n']}-3 .w")
+    for key in ("ArrowRight", "ArrowLeft"):
+        tab.keyboard.press(key)
+    settle(tab)
     left, warm = one["left"], (logits / SAMPLING["temperature"]).softmax(-1)
     least, largest = SAMPLING["min_p"], float(warm.max())
     for text, *parts in zip(
@@ -184,6 +194,49 @@ def test_a_first_minute(show: Open, tiny_llm: Llama) -> None:
     assert not tab.locator("#hint").is_visible()
 
 
+def check_box(tab: Page, sentence: str) -> None:
+    """Type a sentence, and find it in the box and nothing else changed."""
+    kept = "JSON.stringify([turns, chosen, [...seen.keys()], id('chat').textContent, id('panel').textContent])"
+    before = tab.evaluate(kept)
+    tab.keyboard.type(sentence)
+    assert tab.input_value("#question") == sentence
+    assert tab.evaluate(kept) == before, sentence
+    tab.fill("#question", "")
+
+
+SENTENCES = [
+    *("or what about France?", "2 of them please", "0 is even. Why?", "r u sure?", "edit this text", "open it", "3 2"),
+    *("[see above] explain", "] what is that?", "Really?", "explain it", "9 lives", "ok, and then?", "o", "e", "r"),
+    *("1", "3.5 * 2", "one more", "rewrite: 'o no'", "4 example", "[o]", "10 reasons", "0", "[[]]", "Oh!"),
+    *("earlier?", "5", "or 1?", "7 e r o 8"),
+]
+
+
+def test_typing_after_send_changes_nothing_but_the_box(show: Open) -> None:
+    tab = show()
+    configure(tab, seed=5, max_tokens=8)
+    sent: list[str] = []
+    tab.on("request", lambda request: sent.append(request.url))
+    assert len(SENTENCES) == 30
+    for i, send in enumerate((lambda: tab.press("#question", "Enter"), lambda: tab.click("#send"))):
+        tab.fill("#question", "What is a llama?")
+        send()
+        settle(tab)
+        assert tab.evaluate("document.activeElement.id") == "question"
+        sent.clear()
+        for sentence in SENTENCES[i::2]:
+            check_box(tab, sentence)
+        assert sent == []
+    n = tab.evaluate("path().at(-1).n")
+    for sentence in SENTENCES:  # also where a pointer opened a word, or took one
+        tab.click(f"#t{n}-2 .w")
+        settle(tab)
+        check_box(tab, sentence)
+    tab.locator("#alternatives .row[aria-current=false]").first.click()
+    settle(tab)
+    check_box(tab, "2 of them please")
+
+
 def check_bars(tab: Page, one: dict[str, Any]) -> None:
     """The bars of both columns have one scale, and each column adds up to 1 with the row of all other words."""
     bars = tab.eval_on_selector_all(
@@ -220,6 +273,12 @@ def test_a_phone_needs_no_sideways_scroll_and_all_text_has_contrast(show: Open, 
     check_looks(tab, "the empty page")
     turn = ask(tab, "a " * 12 + "x" * 90)
     check_looks(tab, "the answer")
+    heights = "['.question', '.asked button'].map((name) => [...document.querySelector(name).childNodes][0])"
+    lines = tab.evaluate(
+        f"{heights}.map((text) => {{ const range = new Range(); range.selectNode(text);"
+        " return range.getClientRects()[0].bottom; })"
+    )
+    assert lines[0] == pytest.approx(lines[1], abs=3)  # "edit" is on the first line of the question
     assert "tap" in tab.evaluate("getComputedStyle(document.querySelector('.click'), '::before').content")
     check_marks(tab, turn, ["none", "none", "double", "wavy"])
     i = next(i for i, one in enumerate(turn["tokens"]) if re.fullmatch("[!-~]", one.get("text", "")))
@@ -389,6 +448,7 @@ def test_stop_keeps_what_is_there_and_continue_goes_on(show: Open, monkeypatch: 
     more = settle(tab)
     assert ids_of(more["tokens"])[:count] == ids_of(turn["tokens"])
     assert len(more["tokens"]) > count
+    tab.click("#new")
     stop = ask(tab, "Again.", schema=json.dumps({"const": 1}))["tokens"][-1]
     assert stop["control"]
     assert share(stop["p"]) in tab.locator("article").last.locator(".t.chip").last.inner_text()
@@ -408,6 +468,7 @@ def test_editing_keeps_the_old_branch_and_brackets_walk_through_all(show: Open) 
     tab.click("text=again")
     assert settle(tab)["seed"] == 5  # of the settings
     walked = []
+    tab.keyboard.press("ArrowLeft")
     for _ in range(3):
         walked.append((tab.locator(".place").first.inner_text(), tab.locator(".question").all_inner_texts()))
         tab.evaluate("select(path()[0].n, 0)")
@@ -482,7 +543,7 @@ def test_the_key_stays_in_the_tab(browser: Browser, show: Open, tiny_llm: Llama)
         turn = ask(tab, "Open?")
         assert turn["tokens"]
         assert tab.evaluate("[localStorage.length, sessionStorage.getItem('clearllama-key')]") == [0, "secret"]
-        assert "secret" not in tab.evaluate("sessionStorage.getItem('clearllama-turns')")
+        assert "secret" not in tab.evaluate("settled(stored().getAll()).then(JSON.stringify)")
         context.close()
 
 
@@ -585,11 +646,11 @@ def test_a_busy_server_is_asked_again_after_a_countdown(show: Open) -> None:
     refused = {"status": 429, "headers": {"Retry-After": "2"}, "json": {"error": {"message": "busy"}}}
     tab.route("**/look/answer", lambda route: route.fulfill(**refused), times=1)
     tab.evaluate(
-        "window.said = []; new MutationObserver(() => said.push(id('status').textContent))"
+        "window.heard = []; new MutationObserver(() => heard.push(id('status').textContent))"
         ".observe(id('status'), { childList: true })"
     )
     assert ask(tab, "Hello?")["tokens"]
-    counted = [text for text in tab.evaluate("said") if "again in" in text]
+    counted = [text for text in tab.evaluate("heard") if "again in" in text]
     assert [text[-4:] for text in counted] == ["2 s.", "1 s."]
 
 
@@ -641,6 +702,7 @@ def test_the_first_minute_by_keyboard(show: Open) -> None:
     assert tab.evaluate("document.activeElement.parentElement.id") == "samples"
     press("Enter")
     first = settle(tab)
+    press("ArrowUp")  # from the empty box
     press("ArrowRight", "ArrowRight", "ArrowRight")
     assert tab.evaluate("chosen.i") == 2
     settle(tab)
@@ -669,6 +731,267 @@ def test_the_first_minute_by_keyboard(show: Open) -> None:
 
 
 @SLOW
+def test_new_keeps_the_conversation_and_two_tabs_that_change_one_make_two(show: Open) -> None:
+    tab = show()
+    ask(tab, "One?")
+    first = tab.evaluate("turns")
+    tab.click("#new")
+    tab.wait_for_selector("#stored button")
+    assert tab.locator(".question").count() == 0
+    ask(tab, "Two?")
+    tab.close()
+    tabs = [tab.context.new_page() for _ in range(2)]
+    for other in tabs:
+        other.goto(tab.url)
+        other.wait_for_selector("#stored div >> nth=1")
+        assert [text.split("\n")[0] for text in other.locator("#stored button:first-child").all_inner_texts()] == [
+            "Two?",
+            "One?",
+        ]
+    for other in tabs:
+        other.click("#stored >> text=One?")
+        other.wait_for_selector(".question")
+        assert other.evaluate("turns") == first
+    for i, other in enumerate(tabs):
+        ask(other, f"And {i}?")
+    reader = tab.context.new_page()
+    reader.goto(tab.url)
+    reader.wait_for_selector("#stored div >> nth=2")
+    found = [[one["question"] for one in turns[1:]] for turns in reader.evaluate("settled(stored().getAll())")]
+    assert found == [["Two?"], ["One?", "And 0?"], ["One?", "And 1?"]]
+    reader.once("dialog", lambda dialog: dialog.accept())
+    reader.click("#stored >> text=delete >> nth=0")
+    reader.wait_for_selector("#stored div >> nth=2", state="detached")
+    assert len(reader.evaluate("settled(stored().getAll())")) == 2
+    tabs[1].reload()  # of a deleted conversation, nothing is left
+    tabs[1].wait_for_selector("#stored div >> nth=1")
+    assert tabs[1].locator(".question").count() == 0
+
+
+@SLOW
+def test_a_system_message_belongs_to_the_turn_that_it_was_sent_with(show: Open, tiny_llm: Llama) -> None:
+    tab = show()
+    first = ask(tab, "One?", max_tokens=6)
+    tab.click("#open-settings")
+    tab.fill("#system", "Be brief.")
+    tab.click("#apply")
+    second = ask(tab, "Two?", max_tokens=6)
+    assert tab.locator(".system").all_inner_texts() == ["Be brief."]
+    assert tab.locator("article").nth(1).locator(".system").count() == 1
+    texts = [tab.evaluate(f"textOf(path()[{i}].tokens)") for i in range(2)]
+    history: list[Any] = [
+        {"role": "user", "content": "One?"},
+        {"role": "assistant", "content": texts[0]},
+        {"role": "user", "content": "Two?"},
+    ]
+    system = [{"role": "system", "content": "Be brief."}]
+    assert ids_of(first["prompt"]) == tiny_llm.encode_chat(history[:1])
+    assert ids_of(second["prompt"]) == tiny_llm.encode_chat(system + history)
+    tab.click("#open-settings")
+    tab.fill("#system", "")
+    tab.click("#apply")
+    assert tab.locator(".system").all_inner_texts() == ["Be brief."]  # what was sent does not change
+    tab.click("#open-export")
+    exported = {kind: export(tab, kind) for kind in ("md", "curl")}
+    tab.keyboard.press("Escape")
+    assert "_System: Be brief._\n\n**Two?**" in exported["md"]
+    assert body_of_curl(exported["curl"])["messages"] == system + history
+    third = ask(tab, "Three?", max_tokens=6)
+    assert tab.locator(".system").all_inner_texts() == ["Be brief.", "(none)"]
+    history += [{"role": "assistant", "content": texts[1]}, {"role": "user", "content": "Three?"}]
+    assert ids_of(third["prompt"]) == tiny_llm.encode_chat(history)
+
+
+def export(tab: Page, kind: str) -> str:
+    with tab.expect_download() as saved:
+        tab.click(f"[data-export={kind}]")
+    return Path(saved.value.path()).read_text()
+
+
+def body_of_curl(command: str) -> dict[str, Any]:
+    """The body of an exported curl command, as a shell reads it."""
+    words = shlex.split(command, comments=True)
+    assert words[0] == "curl"
+    body: dict[str, Any] = json.loads(words[words.index("-d") + 1])
+    return body
+
+
+def sent_by(command: str, **headers: str) -> str:
+    """The text of the answer that an exported curl command gets. It is sent by another client."""
+    words = shlex.split(command, comments=True)
+    response = requests.post(words[1], json=body_of_curl(command), headers=headers, timeout=PATIENCE)
+    assert response.status_code == 200, response.text
+    choice = response.json()["choices"][0]
+    text: str = choice["text"] if "text" in choice else choice["message"]["content"]
+    return text
+
+
+@SLOW
+def test_the_exported_curl_command_gets_the_same_answer(show: Open) -> None:
+    """Also with given words, which it sends as text. What the API can't express is named."""
+    tab = show()
+    ask(tab, "It's one?")
+    turn = ask(tab, "Two?")
+    tab.click("#open-export")
+    command = export(tab, "curl")
+    assert command.startswith("curl http")
+    assert sent_by(command) == tab.evaluate("textOf(path().at(-1).tokens)")
+    tab.keyboard.press("Escape")
+    open_token(tab, turn, 0)
+    tab.fill("#own", "Zebra")
+    tab.press("#own", "Enter")
+    branch = settle(tab)
+    tab.click("#open-export")
+    command = export(tab, "curl")
+    assert command.startswith("# Given and earlier words are text here: their tokens may differ.\ncurl http")
+    assert "Zebra" + sent_by(command) == tab.evaluate("textOf(path().at(-1).tokens)")
+    tab.keyboard.press("Escape")
+    open_token(tab, branch, 1)
+    tab.click("#off")
+    head = settle(tab)["off"][0]
+    tab.click("#open-export")
+    assert export(tab, "curl").startswith(f"# Not in this request: without head {head[0]}.{head[1]}.\ncurl http")
+
+
+@SLOW
+def test_a_text_of_a_base_model_continues_the_one_before(show: Open) -> None:
+    kjv = loader.load(KJV, dtype="float32", device="cpu")
+    with running(kjv) as server:
+        tab = show(server.url)
+        configure(tab, seed=5, max_tokens=12)
+        tab.click("#samples button >> nth=0")
+        first = settle(tab)
+        second = ask(tab, " And then", max_tokens=8)
+        text = ids_of(first["prompt"]) + ids_of(first["tokens"])
+        assert ids_of(first["prompt"]) == kjv.tokenizer.encode_prompt(first["question"])
+        assert ids_of(second["prompt"])[: len(text)] == text
+        decode = kjv.tokenizer.decode
+        assert decode(ids_of(second["prompt"])) == decode(text) + " And then"
+        expected = generate(kjv.model, ids_of(second["prompt"]), SamplingParams(max_new_tokens=8, seed=5, **SAMPLING))
+        assert ids_of(second["tokens"]) == [token.id for token in expected]
+        tab.click("#open-export")
+        command = export(tab, "curl")
+        assert "/v1/completions " in command
+        assert body_of_curl(command)["prompt"] == decode(ids_of(second["prompt"]))
+        assert sent_by(command) == tab.evaluate("textOf(path().at(-1).tokens)")
+
+
+DAMAGES: dict[str, Callable[[Any], object]] = {
+    "not JSON": lambda turns: "{",
+    "nothing": lambda turns: "null",
+    "no turns": lambda turns: "{}",
+    "a child that is missing": lambda turns: turns[0].update(children=[7]),
+    "a cycle": lambda turns: turns[1].update(children=[1]),
+    "a child of another": lambda turns: turns[2].update(parent=0),
+    "an active child that is missing": lambda turns: turns[0].update(active=3),
+    "a question that is a number": lambda turns: turns[1].update(question=5),
+    "no prompt": lambda turns: turns[1].pop("prompt"),
+    "a token without text": lambda turns: turns[1]["tokens"][0].pop("text"),
+    "a token without alternatives": lambda turns: turns[1]["tokens"][0].update(top=None),
+    "a probability that is a text": lambda turns: turns[1]["tokens"][0]["top"][0].update(p="1"),
+    "an unknown filter": lambda turns: turns[1]["tokens"][0]["top"][0].update(cut="x", q=None),
+    "no settings": lambda turns: turns[1].pop("sampling"),
+    "a head without a layer": lambda turns: turns[1].update(off=[3]),
+}
+
+
+@SLOW
+def test_a_damaged_file_changes_nothing(show: Open) -> None:
+    tab = show()
+    ask(tab, "One?", max_tokens=3)
+    ask(tab, "Two?", max_tokens=3)
+    turns, shown = tab.evaluate("turns"), tab.inner_text("#chat")
+    for name, damage in DAMAGES.items():
+        found = json.loads(json.dumps(turns))
+        text = damage(found)
+        tab.evaluate("put('exported')")
+        text = text if isinstance(text, str) and text in ("{", "null", "{}") else json.dumps({"turns": found})
+        tab.evaluate("async (text) => load(new File([text], 'x.json'))", text)
+        assert "x.json is not an export of this page: " in tab.evaluate("id('exported').textContent"), name
+        assert (tab.evaluate("turns"), tab.inner_text("#chat")) == (turns, shown), name
+    tab.reload()
+    tab.wait_for_selector("html[data-ready]")
+    assert (tab.evaluate("turns"), tab.inner_text("#chat")) == (turns, shown)
+
+
+@SLOW
+def test_an_error_of_the_page_is_not_told_as_one_of_the_server(show: Open) -> None:
+    tab = show(expected="planted")
+    turn = ask(tab, "One?", max_tokens=4)
+    sent: list[str] = []
+    tab.on("request", lambda request: sent.append(request.url.rpartition("/")[2]))
+    tab.evaluate("drawLens = () => { throw new TypeError('planted'); }; 0")
+    tab.click(f"#t{turn['n']}-1 .w")
+    tab.wait_for_selector("#waiting >> text=This page made an error; please report it: planted")
+    tab.wait_for_timeout(100)
+    assert (tab.inner_text("#banner"), sent) == ("", ["inside"])
+    tab.evaluate("grow = receive = () => { throw new TypeError('planted'); }; 0")
+    tab.click("text=again")
+    until(tab, "!running")
+    assert "please report it: planted" in tab.inner_text("#status")
+    assert (tab.inner_text("#banner"), sent[-1]) == ("", "answer")
+
+
+@SLOW
+def test_only_the_last_looks_are_kept(show: Open) -> None:
+    tab = show()
+    turn = ask(tab, "One?", max_tokens=4)
+    open_token(tab, turn, 1)
+    for i in range(60):
+        tab.evaluate(f"inspect(inspection({{ against: {i} }}), () => {{}}, say)")
+    assert tab.evaluate("[seen.size, [...seen.keys()].map((one) => JSON.parse(one).against)]") == [50, [*range(10, 60)]]
+
+
+@SLOW
+def test_a_word_of_ones_own_and_the_tenth(show: Open, tiny_llm: Llama) -> None:
+    tab = show()
+    turn = ask(tab, "One?")
+    tab.keyboard.press("ArrowUp")
+    for _ in range(3):
+        tab.keyboard.press("ArrowRight")
+        settle(tab)
+    tenth = turn["tokens"][2]["top"][9]
+    prompt, before = ids_of(turn["prompt"]), ids_of(turn["tokens"][:2])
+    body = body_of(tab, lambda: tab.keyboard.press("0"))
+    assert body["answer"] == [*before, tenth["id"]]
+    settle(tab)
+    tab.keyboard.press("[")
+    open_token(tab, turn, 2)
+    tab.fill("#own", "Zebra")
+    tab.press("#own", "Enter")
+    branch = settle(tab)
+    own = tiny_llm.tokenizer.encode_joined(" " * turn["tokens"][2].get("text", "").startswith(" ") + "Zebra")
+    assert ids_of(branch["tokens"])[: 2 + len(own)] == before + own
+    logits = tiny_llm.model(torch.tensor([prompt + before + own]))[0, :, : tiny_llm.tokenizer.n_vocab]
+    p = logits[len(prompt) + 1 :].softmax(-1)
+    for i, (one, id) in enumerate(zip(branch["tokens"][2:], own, strict=False)):
+        assert one["forced"]
+        assert one["p"] == pytest.approx(float(p[i, id]), abs=1e-5)
+    params = SamplingParams(max_new_tokens=24, seed=5, **SAMPLING)
+    stops, n_vocab = tiny_llm.tokenizer.stop_ids, tiny_llm.tokenizer.n_vocab
+    expected = generate(tiny_llm.model, prompt + before + own, params, stop_ids=stops, n_vocab=n_vocab)
+    assert ids_of(branch["tokens"])[2 + len(own) :] == [token.id for token in expected]
+    assert tab.inner_text("#forced").startswith("You chose this word")
+
+
+@SLOW
+def test_the_next_question_keeps_the_heads_off_and_shows_it(show: Open) -> None:
+    tab = show()
+    turn = ask(tab, "One?", max_tokens=4)
+    open_token(tab, turn, 1)
+    head = tab.evaluate("inside.head.head")
+    tab.click("#off")
+    settle(tab)
+    body = body_of(tab, lambda: ask(tab, "Two?", max_tokens=4))
+    assert body["off"] == [head]
+    assert f"without head {head[0]}.{head[1]}" in tab.locator("article .foot").last.inner_text()
+    body = body_of(tab, lambda: tab.locator("article").last.locator("text=with all heads").click())
+    assert body["off"] == []
+    settle(tab)
+    assert "without head" not in tab.locator("article .foot").last.inner_text()
+
+
+@SLOW
 def test_a_long_answer_streams_without_long_tasks(show: Open, tiny_gguf: Path) -> None:
     llm = loader.load(tiny_gguf, dtype="float32", device="cpu", max_seq_len=2300)
     llm.tokenizer.stop_ids = frozenset()
@@ -685,6 +1008,12 @@ def test_a_long_answer_streams_without_long_tasks(show: Open, tiny_gguf: Path) -
             turn = ask(tab, "Go on.", max_tokens=2000, temperature=1.5, top_p=1, min_p=0)
             assert len(turn["tokens"]) == 2000
             longest.append(max([0, *tab.evaluate("tasks")]))
+        tab.click("#open-export")
+        assert tab.inner_text("#trace") == "trace.html of the last 256 tokens"
+        with tab.expect_request("**/look/page") as sent:
+            assert "clearllama trace" in export(tab, "html")
+        assert json.loads(sent.value.post_data or "")["ids"] == ids_of(turn["tokens"])[-256:]
+        assert "without the tokens before" in tab.inner_text("#exported")
         busy = max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
         assert min(longest) <= 100 * busy
 
@@ -704,7 +1033,8 @@ def test_the_first_minute_on_the_default_model(show: Open, default_llm: Llama) -
         tab.locator("#heads >> text=probability").first.click()
         tab.wait_for_selector("#heads b.p >> text=→")
         kyoto = next(k for k, other in enumerate(turn["tokens"][i]["top"]) if other.get("text") == " Kyoto")
-        tab.keyboard.press(str(kyoto + 1))
+        for pressed in ("ArrowRight", "ArrowLeft", str(kyoto + 1)):
+            tab.keyboard.press(pressed)
         assert "Kyoto" in "".join(one.get("text", "") for one in settle(tab)["tokens"])
         assert tab.evaluate("id('against').selectedOptions[0].textContent") == "␣Tokyo"
         named = tab.inner_text("#summary b")

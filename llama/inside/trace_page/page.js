@@ -585,10 +585,12 @@ async function start() {
   }
   const within = (value, size) => value >= 0 && value < size;
 
-  function arrows(name, moves) {
-    id(name).addEventListener("keydown", (event) => {
-      const move = moves[event.key];
-      if (!move || event.ctrlKey || event.metaKey || event.altKey) return;
+  /** What arrow keys do in a node. Characters do nothing: people type them, and speech input dictates them. */
+  function arrows(node, moves) {
+    node.addEventListener("keydown", (event) => {
+      const move = moves[(event.shiftKey ? "Shift+" : "") + event.key];
+      const field = event.target.closest?.("select, input, textarea, [contenteditable]"); // these use the keys
+      if (!move || field || event.ctrlKey || event.metaKey || event.altKey) return;
       event.preventDefault();
       event.stopPropagation();
       choose({ [move[0]]: chosen[move[0]] + move[1] });
@@ -622,15 +624,6 @@ async function start() {
   for (const button of document.querySelectorAll("[data-step]")) {
     button.addEventListener("click", () => choose({ [button.dataset.step]: chosen[button.dataset.step] + Number(button.dataset.by) }));
   }
-  const KEYS = { ArrowLeft: ["token", -1], ArrowRight: ["token", 1], w: ["layer", -1], s: ["layer", 1], a: ["head", -1], d: ["head", 1] };
-  document.addEventListener("keydown", (event) => {
-    const key = KEYS[event.key.length === 1 ? event.key.toLowerCase() : event.key];
-    const field = event.target.closest?.("select, input, textarea, [contenteditable]"); // these use the keys
-    if (!key || field || event.ctrlKey || event.metaKey || event.altKey || event.isComposing) return;
-    event.preventDefault();
-    choose({ [key[0]]: chosen[key[0]] + key[1] });
-  });
-
   buildStrip();
   buildTurns();
   buildChoices("lens-choices", LENS, "lens");
@@ -647,10 +640,12 @@ async function start() {
     const s = Math.floor((x - mapBox.edge) / mapBox.cell), t = Math.floor((y - mapBox.edge) / mapBox.cell);
     return within(s, T) && within(t, T) ? [t, s] : null;
   }, showMap, (t) => choose({ token: t }));
-  arrows("lens", { ArrowUp: ["stage", -1], ArrowDown: ["stage", 1] });
-  arrows("strip", { Home: ["token", -T], End: ["token", T] });
-  arrows("heads", { ArrowLeft: ["layer", -1], ArrowRight: ["layer", 1], ArrowUp: ["head", -1], ArrowDown: ["head", 1] });
-  arrows("map", { ArrowUp: ["token", -1], ArrowDown: ["token", 1] });
+  arrows(id("lens"), { ArrowUp: ["stage", -1], ArrowDown: ["stage", 1] });
+  arrows(id("strip"), { Home: ["token", -T], End: ["token", T] });
+  arrows(id("heads"), { ArrowLeft: ["layer", -1], ArrowRight: ["layer", 1], ArrowUp: ["head", -1], ArrowDown: ["head", 1] });
+  arrows(id("map"), { ArrowUp: ["token", -1], ArrowDown: ["token", 1] });
+  const shifted = { "Shift+ArrowUp": ["layer", -1], "Shift+ArrowDown": ["layer", 1], "Shift+ArrowLeft": ["head", -1], "Shift+ArrowRight": ["head", 1] };
+  arrows(document, { ArrowLeft: ["token", -1], ArrowRight: ["token", 1], ...shifted });
 
   Object.assign(chosen, { layer: opening[0], stage: opening[0] + 1, head: opening[1] });
   const first = bestKey(T - 1);

@@ -1,7 +1,7 @@
 /* The page of `clearllama serve`: a chat whose every token can be opened.
 
    Turns form a tree. A turn is a question, the ids of its prompt and the tokens of its answer; every other answer to it
-   (an alternative token, another seed, an edited question, a head switched off) is a sibling. Nothing is deleted. */
+   (an alternative token, another seed, an edited question, a head switched off) is a sibling. Nothing is deleted: IndexedDB keeps it. */
 "use strict";
 
 // name: [label, default] of a number; the other settings are in index.html
@@ -28,7 +28,10 @@ let inside = null; // what /look/inside returned for it
 let editing = null; // the turn whose question is being edited
 let running = null; // {turn, abort, done}
 let lost = false; // whether the server is gone
-const seen = new Map(); // request -> inside
+let keyed = false; // whether the last move came from the keyboard: only then, letters act in the focused answer
+let db = null; // the stored conversations: turns by [time of the last change, title]
+let key = null; // of this conversation there; null until it is stored
+const seen = new Map(); // request -> inside, of the last 50: one has 40 kB at 1,500 tokens
 const answers = new Map(); // turn -> its element
 
 const ids = (tokens) => tokens.map((one) => one.id);
@@ -52,17 +55,23 @@ const place = (turn) => `${turns[turn.parent].children.indexOf(turn.n) + 1}/${tu
 const rivals = (one) => one.top.filter((other) => other.id !== one.id); // the words that a token can be compared with
 
 // ------------------------------------------------------------------------------------------------------------ the server
-class Refused extends Error {}
+class Refused extends Error {} // by the server
+class Gone extends Error {} // no answer: all other errors are the page's own
+
+/** What the network delivers; if it fails, and not because we cancelled it, the server is gone. */
+const delivered = (promise, signal) => promise.catch((error) => {
+  throw signal?.aborted ? error : new Gone(error.message);
+});
 
 async function call(path, body, signal) {
   for (;;) {
     const headers = { "Content-Type": "application/json" };
     if (sessionStorage.getItem("clearllama-key")) headers.Authorization = `Bearer ${sessionStorage.getItem("clearllama-key")}`;
-    const response = await fetch(path, { signal, headers, ...(body && { method: "POST", body }) });
+    const response = await delivered(fetch(path, { signal, headers, ...(body && { method: "POST", body }) }), signal);
     if (response.ok) return response;
     const message = (await response.json().catch(() => ({}))).error?.message ?? `the server answered ${response.status}`;
     if (response.status === 401) await new Promise(askKey);
-    else if (response.status !== 429) throw new Refused(message);
+    else if (response.status !== 429) throw new Refused(message[0].toUpperCase() + message.slice(1));
     else for (let seconds = Number(response.headers.get("Retry-After")) || 2; seconds > 0; seconds--) {
       say(`The server is busy with other looks: trying again in ${seconds} s.`);
       await pause(1000);
@@ -77,10 +86,10 @@ function askKey(done) {
 }
 
 /** The events of a stream. */
-async function* events(response) {
+async function* events(response, signal) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   for (let rest = ""; ;) {
-    const { value, done } = await reader.read();
+    const { value, done } = await delivered(reader.read(), signal);
     if (done) return;
     const parts = (rest + value).split("\n\n");
     rest = parts.pop();
@@ -89,20 +98,21 @@ async function* events(response) {
 }
 
 async function connect() {
-  card = (await (await call("v1/models")).json()).data[0];
+  card = (await delivered((await call("v1/models")).json())).data[0];
   const { weights, template } = card.meta;
   drawSettings();
   put("about", make("b", {}, card.id), ` · ${weights}`);
   document.title = `${card.id} · clearllama`;
-  id("question").placeholder = template ? "Ask…" : "Begin a text, and the model continues it…";
   const foreign = turns.slice(1).some((one) => one.model !== identity());
   banner(foreign ? `Another model wrote answers of this conversation. This is ${card.id}; looks into those answers are off.` : "");
   draw();
+  drawStored();
   put("samples", ...(template ? CHATS : TEXTS).map((text) => press(text, () => ask(text))));
 }
 
-/** Tell why a request failed. */
-const failed = (error, tell) => (error instanceof Refused ? tell(error.message) : gone(null));
+/** What is said about an error: in the server's words, or that it is the page's own, which the console explains. */
+const told = (error) => (error instanceof Refused ? "" : `${reportError(error) ?? "This page made an error; please report it"}: `) + error.message;
+const failed = (error, tell) => (error instanceof Gone ? gone(null) : tell(told(error)));
 
 /** The server does not answer: wait until it does, then continue the answer that it left incomplete. */
 async function gone(turn) {
@@ -112,7 +122,7 @@ async function gone(turn) {
   do await pause(2000);
   while (!(await fetch("health").then((response) => response.ok, () => false)));
   lost = false;
-  await connect();
+  await connect().catch((error) => failed(error, banner));
   if (chosen) look();
   if (turn?.end === "gone" && !running) branch(turn, turn.tokens, {});
 }
@@ -126,24 +136,32 @@ function path() {
 }
 
 function add(parent, fields) {
-  const turn = { n: turns.length, parent, children: [], active: 0, question: "", prompt: [], tokens: [], end: null, off: [],
-    source: null, first: null, ...fields };
+  const turn = { n: turns.length, parent, children: [], active: 0, question: "", system: "", prompt: [], tokens: [], given: 0, end: null,
+    off: [], source: null, first: null, ...fields };
   turns.push(turn);
   turns[parent].active = turns[parent].children.push(turn.n) - 1;
   return turn;
 }
 
-/** The messages of a turn that is shown, up to its question. */
+/** The messages of a turn that is shown, up to its question. The system message is that which it was sent with. */
 function messages(turn) {
-  const system = id("system").value, all = path().flatMap((one) => [["user", one.question, one], ["assistant", said(one)]]);
+  const { system } = turn, all = path().flatMap((one) => [["user", one.question, one], ["assistant", said(one)]]);
   const sent = [...(system ? [["system", system]] : []), ...all.slice(0, all.findIndex(([, , one]) => one === turn) + 1)];
   return sent.map(([role, content]) => ({ role, content }));
 }
+
+/** The prompt of a turn without a chat template: the text before it, as ids if this model wrote it, and its question. */
+function continued(turn) {
+  const last = turns[turn.parent], written = last.model === identity() && last.prompt.length && before(last);
+  return written ? { ids: written.filter((one) => !card.meta.stop_ids.includes(one)), prompt: turn.question } : { prompt: contents(turn) };
+}
+const contents = (turn) => messages(turn).map((one) => one.content).join("");
 
 /** Show how many tokens the conversation has, and return it. */
 function count() {
   const last = path().at(-1), used = last ? last.prompt.length + last.tokens.length : 0;
   put("count", `${thousands(used)} / ${thousands(card.meta.context)} tokens`);
+  put("trace", used > card.meta.traced ? `trace.html of the last ${card.meta.traced} tokens` : "trace.html of this text");
   return used;
 }
 
@@ -154,17 +172,18 @@ async function ask(question) {
       + " begin a new conversation, or edit an earlier question.");
   }
   while (running) await stop();
-  const parent = editing ? editing.parent : path().at(-1)?.n ?? 0;
+  const last = path().at(-1), parent = editing ? editing.parent : last?.n ?? 0, { off = [] } = editing ?? last ?? {};
   [editing, id("question").value] = [null, ""];
-  await run(add(parent, { question, sampling: sampling(), seed: seed() }));
+  id("question")[matchMedia("(pointer: fine)").matches ? "focus" : "blur"](); // a phone's keyboard would cover the answer
+  await run(add(parent, { question, system: card.meta.template ? id("system").value : "", off, sampling: sampling(), seed: seed() }));
 }
 
 /** Another answer to the question of a turn, which begins with these tokens. */
 async function branch(turn, tokens, fields) {
   while (running) await stop();
-  const { question, prompt, seed, off, sampling } = turn;
+  const { question, system, prompt, seed, off, sampling } = turn, given = tokens.length;
   if (turn.model !== identity()) return;
-  await run(add(turn.parent, { question, prompt, tokens: [...tokens], sampling, seed, off, source: turn.n, ...fields }));
+  await run(add(turn.parent, { question, system, prompt, tokens: [...tokens], given, sampling, seed, off, source: turn.n, ...fields }));
 }
 const again = (turn) => branch(turn, [], { seed: seed(), sampling: sampling() });
 const switchOff = (one) => branch(openTurn(), [], { off: [...openTurn().off, one], watched: chosen.i });
@@ -197,22 +216,22 @@ function run(turn) {
   else if (chosen.i < turn.tokens.length) chosen = { turn: turn.n, i: chosen.i };
   draw();
   id("scroll").scrollTop = id("scroll").scrollHeight;
-  id(`answer-${turn.n}`).focus({ preventScroll: true });
+  if (turn.source !== null && document.activeElement !== id("question")) id(`answer-${turn.n}`).focus({ preventScroll: true });
   return running.done;
 }
 
 async function stream(turn, signal) {
   Object.assign(turn, { model: identity(), end: null, error: "" });
-  const text = turn.prompt.length ? { ids: ids(turn.prompt) } : card.meta.template ? { messages: messages(turn) } : { prompt: turn.question };
-  const body = { ...text, ...(turn.tokens.length && { answer: ids(turn.tokens) }), ...turn.sampling, seed: turn.seed, off: turn.off };
+  const text = turn.prompt.length ? { ids: ids(turn.prompt) } : card.meta.template ? { messages: messages(turn) } : continued(turn);
+  const { tokens, own, seed, off } = turn, body = { ...text, ...(tokens.length && { answer: ids(tokens) }), own, ...turn.sampling, seed, off };
   try {
     say("The answer begins.");
     const response = await call("look/answer", JSON.stringify(body), signal);
-    for await (const event of events(response)) receive(turn, event);
-    if (!turn.end) throw new TypeError("the connection ended");
+    for await (const event of events(response, signal)) receive(turn, event);
+    if (!turn.end) throw new Gone("the connection ended");
   } catch (error) {
-    turn.end = signal.aborted ? "stopped" : error instanceof Refused ? "error" : "gone";
-    turn.error = turn.end === "error" ? error.message : "";
+    turn.end = signal.aborted ? "stopped" : error instanceof Gone ? "gone" : "error";
+    turn.error = turn.end === "error" ? told(error) : "";
     if (turn.end === "gone") gone(turn);
   }
 }
@@ -231,6 +250,7 @@ function receive(turn, event) {
   if (event.read) id("reading").value = event.read / event.of;
   if (event.end) turn.end = event.end;
   if (event.id === undefined) return;
+  if (event.forced) turn.given += 1;
   const i = turn.tokens.push(event) - 1, other = turns[turn.source]?.tokens[i];
   if (other && turn.first === null && other.id !== event.id) turn.first = i;
   frame ||= requestAnimationFrame(() => grow(turn));
@@ -293,8 +313,13 @@ function describe(turn) {
   return [off, `seed ${turn.seed}`, `temperature ${turn.sampling.temperature}`, ENDS[turn.end] ?? turn.error].filter(Boolean).join(" · ");
 }
 
+/** The system message of a turn if it is another one than before; else null. */
+const changedSystem = (turn) => (turn.system === (turns[turn.parent].system ?? "") ? null : turn.system || "(none)");
+
 function turnNode(turn) {
-  const busy = running?.turn === turn;
+  const busy = running?.turn === turn, changed = changedSystem(turn), system = changed === null ? [] : [
+    make("p", { class: "who" }, "System", make("small", {}, turn.parent ? "  from here on the first message of the prompt" : "")),
+    make("p", { class: "system", dir: "auto" }, plain(changed))];
   const asked = make("div", { class: "asked" }, make("p", { class: "who" }, card.meta.template ? "You" : "Text"),
     make("p", { class: "question", dir: "auto" }, plain(turn.question)), press("edit", () => edit(turn), { class: "quiet" }));
   const move = (by, label, sign) => press(sign, () => step(turn, by), { "aria-label": label, class: "quiet" });
@@ -304,9 +329,10 @@ function turnNode(turn) {
   const buttons = busy ? [press("Stop", stop)] : [
     press("copy", () => navigator.clipboard.writeText(said(turn)).then(() => say("Copied.")), { class: "quiet" }),
     press("again", () => again(turn), { class: "quiet", title: "with the settings as they are now" }),
+    ...(turn.off.length ? [press("with all heads", () => branch(turn, [], { off: [] }), { class: "quiet" })] : []),
     ...(resumable ? [press("continue", () => branch(turn, turn.tokens, {}), { class: "quiet" })] : [])];
   const foot = make("p", { class: "foot" }, make("span", {}, describe(turn)), ...buttons);
-  return make("article", { id: `turn-${turn.n}`, class: busy ? "busy" : "" }, asked,
+  return make("article", { id: `turn-${turn.n}`, class: busy ? "busy" : "" }, ...system, asked,
     make("div", { class: "who" }, "Llama", make("small", {}, "  ", ...branches)), answerNode(turn), foot);
 }
 
@@ -315,6 +341,7 @@ function draw() {
   put("chat", ...path().map(turnNode));
   if (focused?.startsWith("answer-")) id(focused)?.focus({ preventScroll: true });
   id("send").textContent = running ? "Stop" : "Send";
+  id("question").placeholder = card.meta.template ? "Ask…" : path().length ? "More text, its first space included…" : "Begin a text to continue…";
   id("reading").hidden = true;
   count();
   mark();
@@ -324,6 +351,7 @@ function draw() {
 function step(turn, by) {
   const parent = turns[turn.parent], last = parent.children.length;
   parent.active = (parent.children.indexOf(turn.n) + by + last) % last;
+  save();
   const shown = turns[parent.children[parent.active]], i = chosen?.turn === turn.n ? chosen.i : -1;
   unselect();
   say("");
@@ -385,11 +413,12 @@ function drawWords() {
   const rest = (name) => Number(Math.max(0, 1 - top.reduce((sum, other) => sum + (other[name] ?? 0), 0)).toFixed(4));
   const bar = (p) => make("span", { class: "both" }, make("span", { class: "p" }, share(p)), p ? track(p) : "");
   put("chosen", named(one), make("small", {}, ` position ${turn.prompt.length + chosen.i}`));
+  id("own").value = "";
   put("forced", one.forced ? `You chose this word; the model gave it ${share(one.p)}.` : "");
   put("alternatives", ...[...top, { p: rest("p"), q: rest("q") }].map((other, k) => {
     const row = press("", () => take(k), { class: "row", "aria-current": other.id === one.id });
     row.disabled = k === top.length;
-    row.append(k < 9 ? make("kbd", {}, k + 1) : make("span"), make("span", { class: "ellipsis" }, k < top.length ? spelled(other) : "all others"), bar(other.p),
+    row.append(k < 10 ? make("kbd", {}, (k + 1) % 10) : make("span"), make("span", { class: "ellipsis" }, k < top.length ? spelled(other) : "all others"), bar(other.p),
       other.cut ? make("span", { class: "cut" }, `cut by ${STAGES[other.cut][0]}`) : bar(other.q));
     return row;
   }));
@@ -400,6 +429,14 @@ function drawWords() {
   }));
   put("prompt-tokens", ...turn.prompt.map((other) =>
     make("span", { class: other.control ? "token control" : "token" }, other.bytes ? hex(other) : plain(other.text))));
+}
+
+/** Go on with a word of one's own in place of the open token; a space before that token stays. */
+function takeOwn(event) {
+  event.preventDefault();
+  const turn = openTurn(), one = turn.tokens[chosen.i], text = id("own").value;
+  const own = (text.startsWith(" ") ? "" : /^ ?/.exec(one.text ?? "")[0]) + text;
+  if (text) branch(turn, turn.tokens.slice(0, chosen.i), { first: chosen.i, own });
 }
 
 /** Go on with the k-th alternative of the open token. */
@@ -434,7 +471,8 @@ function inspection(fields) {
 
 async function inspect(body, show, tell, signal) {
   try {
-    if (!seen.has(body)) seen.set(body, await (await call("look/inside", body, signal)).json());
+    if (!seen.has(body)) seen.set(body, await delivered((await call("look/inside", body, signal)).json(), signal));
+    if (seen.size > 50) seen.delete(seen.keys().next().value);
     show(seen.get(body));
   } catch (error) {
     if (!signal?.aborted) failed(error, tell);
@@ -583,57 +621,102 @@ function saveSettings() {
   sessionStorage.setItem("clearllama-settings", JSON.stringify(Object.fromEntries(values)));
 }
 
+/** The store of conversations, and the result of a request to it. */
+const stored = (mode = "readonly") => db.transaction("conversations", mode).objectStore("conversations");
+const settled = (request) => new Promise((resolve, reject) => {
+  Object.assign(request, { onsuccess: () => resolve(request.result), onerror: () => reject(request.error) });
+});
+
+const keep = (its) => sessionStorage.setItem("clearllama-conversation", JSON.stringify((key = its)));
+
+/** Store the conversation in place of its last state. If another tab has replaced that one, both remain. */
 function save() {
-  try {
-    sessionStorage.setItem("clearllama-turns", JSON.stringify(turns));
-  } catch {
-    say("This conversation is too long for the browser to keep over a reload; export it.");
-  }
+  if (!db || turns.length < 2) return;
+  const store = stored("readwrite"), old = key;
+  if (old) store.delete(old);
+  keep([Date.now() + Math.random(), turns[1].question.slice(0, 100)]);
+  store.put(turns, key);
+  store.transaction.onabort = () => say("The browser can't keep this conversation; export it.", keep(old));
+  store.transaction.commit(); // also while the page closes
 }
 
-// [name, content, type] of an export; last is the last turn that is shown
+/** List the stored conversations, the last one first. */
+async function drawStored() {
+  const keys = db ? (await settled(stored().getAllKeys())).reverse() : [];
+  const remove = async (one) => confirm(`Delete “${one[1]}”?`) && drawStored(await settled(stored("readwrite").delete(one)));
+  put("stored", ...keys.map((one) => make("div", { class: "foot" },
+    press(plain(one[1]), async () => replace(await settled(stored().get(one)), one), { class: "ellipsis" }),
+    new Date(one[0]).toLocaleString([], { dateStyle: "short", timeStyle: "short" }), press("delete", () => remove(one), { class: "quiet" }))));
+}
+
+// [name, content, type, note] of an export; last is the last turn that is shown
 const EXPORTS = {
   json: () => ["clearllama.json", JSON.stringify({ clearllama: card.meta.version, model: identity(), turns }, null, 1), "application/json"],
-  md: () => ["clearllama.md", path().map((one) => `**${one.question}**\n\n${said(one)}\n\n_${card.id}, ${describe(one)}_\n`).join("\n"),
-    "text/markdown"],
+  md: () => ["clearllama.md", path().map((one) => `${changedSystem(one) === null ? "" : `_System: ${changedSystem(one)}_\n\n`}**${one.question}**`
+    + `\n\n${said(one)}\n\n_${card.id}, ${describe(one)}_\n`).join("\n"), "text/markdown"],
   curl(last) {
-    const body = JSON.stringify({ messages: messages(last), ...last.sampling, seed: last.seed }, null, 1).replaceAll("'", "'\\''");
-    return ["clearllama.sh", `curl ${location.origin}/v1/chat/completions -H 'Content-Type: application/json' -d '${body}'\n`, "text/plain"];
+    const { response_format, ...sampling } = last.sampling, chat = card.meta.template, begun = last.tokens.slice(0, last.given), given = said({ tokens: begun });
+    const text = !chat ? { prompt: contents(last) + given }
+      : { messages: [...messages(last), ...(given ? [{ role: "assistant", content: given }] : [])], response_format };
+    const body = JSON.stringify({ ...text, ...sampling, seed: last.seed }, null, 1);
+    const notes = [last.off.length && `Not in this request: without head ${last.off.map((one) => one.join(".")).join(", ")}`,
+      !chat && response_format && "Not in this request: the JSON schema", begun.some((one) => one.thought) && "Not in this request: the given thought",
+      (given || (!chat && last.parent)) && "Given and earlier words are text here: their tokens may differ"];
+    const secret = sessionStorage.getItem("clearllama-key") ? ' -H "Authorization: Bearer $CLEARLLAMA_API_KEY"' : "";
+    return ["clearllama.sh", `${notes.filter(Boolean).map((one) => `# ${one}.\n`).join("")}curl ${location.origin}/v1/${chat ? "chat/" : ""}completions`
+      + ` -H 'Content-Type: application/json'${secret} -d '${body.replaceAll("'", "'\\''")}'\n`, "text/plain"];
   },
-  html: async (last) => ["trace.html", await (await call("look/page", JSON.stringify({ ids: before(last) }))).text(), "text/html"],
+  html: async (last) => ["trace.html", await delivered((await call("look/page", JSON.stringify({ ids: before(last).slice(-card.meta.traced) }))).text()),
+    "text/html", count() > card.meta.traced ? "Computed without the tokens before: its numbers differ from those of the panel." : ""],
 };
 
 async function exportAs(kind) {
   if (!path().length) return;
   put("exported", kind === "html" ? "The page is being computed: some seconds." : "");
   try {
-    const [download, content, type] = await EXPORTS[kind](path().at(-1));
+    const [download, content, type, note = ""] = await EXPORTS[kind](path().at(-1));
     make("a", { download, href: URL.createObjectURL(new Blob([content], { type })) }).click();
-    put("exported", "");
+    put("exported", note);
   } catch (error) {
-    put("exported", error.message);
+    put("exported", error instanceof Gone ? "The server does not answer." : told(error));
   }
 }
 
 async function load(file) {
   try {
-    const found = JSON.parse(await file.text());
-    if (!found.turns?.every((one, n) => one.n === n && Array.isArray(one.children))) throw new Error("it has no turns");
-    await replace(found.turns);
+    await replace(checked(JSON.parse(await file.text()).turns));
+    save();
     id("export").close();
   } catch (error) {
     put("exported", `${file.name} is not an export of this page: ${error.message}`);
   }
 }
 
-/** Show another conversation. */
-async function replace(others) {
+/** Return a tree of turns that comes from outside. Raises an error unless this page can draw it. */
+function checked(found) {
+  const whole = (x, end = Infinity) => Number.isInteger(x) && x >= 0 && x < end, text = (...all) => all.every((x) => typeof x === "string");
+  const spelt = (one) => whole(one.id) && (text(one.text) || one.bytes.every((x) => whole(x, 256)));
+  const other = (one) => spelt(one) && Number.isFinite(one.p) && (Number.isFinite(one.q) || Object.hasOwn(STAGES, one.cut));
+  const drawn = (one) => spelt(one) && one.top.every(other) && [one.p, one.warm ?? 1, ...Object.values(one.left ?? {})].every(Number.isFinite);
+  const linked = (one, n) => one.n === n && whole(one.active, one.children.length || 1)
+    && one.children.every((child) => found[child].parent === n && child > n) && (n === 0 || found[one.parent].children.includes(n));
+  const turn = (one) => text(one.question, one.system) && one.prompt.every(spelt) && one.tokens.every(drawn)
+    && [one.sampling.temperature, one.seed].every(Number.isFinite) && [one.given, one.source ?? 0, one.first ?? 0].every((x) => whole(x))
+    && one.off.every((head) => whole(head[0]) && whole(head[1]));
+  if (found?.length && found.every(linked) && found.slice(1).every(turn)) return found;
+  throw new Error("its turns are incomplete or damaged");
+}
+
+/** Show another conversation. its: its key, if it is stored */
+async function replace(others, its = null) {
   while (running) await stop();
   [turns, editing, id("question").value] = [others, null, ""];
+  keep(its);
   unselect();
   answers.clear();
   say("");
   draw();
+  drawStored();
   id("question").focus();
 }
 
@@ -650,9 +733,9 @@ const ACTIONS = {
   close: unselect,
   off: () => inside && switchOff(inside.head.head),
 };
-// what a key of the keyboard does when a turn is shown
+// what a key of the keyboard does when a turn is shown; single characters only in an answer that was focused by the keyboard
 const KEYS = {
-  Escape: () => (running ? stop() : unselect()),
+  Escape: () => (running ? stop() : chosen ? unselect() : id("question").focus()),
   ArrowLeft: () => moveBy(-1),
   ArrowRight: () => moveBy(1),
   "[": () => step(current(), -1),
@@ -660,6 +743,7 @@ const KEYS = {
   e: () => edit(current()),
   r: () => again(current()),
   o: ACTIONS.off,
+  ...Object.fromEntries([..."1234567890"].map((digit, k) => [digit, () => chosen && take(k)])),
 };
 
 function moveBy(by) {
@@ -668,21 +752,24 @@ function moveBy(by) {
 }
 
 function keydown(event) {
+  keyed = /^(Tab|Arrow)/.test(event.key) || (keyed && event.key !== "Enter");
   if (event.ctrlKey || event.altKey || event.metaKey || event.isComposing || event.target.closest("input, textarea, select, dialog")) return;
-  const action = /^[1-9]$/.test(event.key) ? () => chosen && take(Number(event.key) - 1) : KEYS[event.key];
-  if (!action || !current()) return;
-  event.preventDefault();
-  action();
+  const character = event.key.length === 1, action = character && !(keyed && event.target.closest(".answer")) ? null : KEYS[event.key];
+  if (action && current()) {
+    event.preventDefault();
+    action();
+    if (event.key.startsWith("Arrow") && chosen) id(`answer-${chosen.turn}`).focus({ preventScroll: true });
+  } else if (character && event.key !== " ") id("question").focus(); // what is typed goes into the box
 }
 
 async function start() {
-  turns = JSON.parse(sessionStorage.getItem("clearllama-turns") ?? "null") ?? turns;
   id("ask").addEventListener("submit", (event) => {
     event.preventDefault();
     running ? stop() : ask(id("question").value);
   });
   id("question").addEventListener("keydown", (event) => {
-    if (event.key === "Escape") running ? stop() : editing && replace(turns);
+    if (event.key === "Escape") running ? stop() : editing ? replace(turns, key) : unselect();
+    if (event.key === "ArrowUp" && !id("question").value && current()) id(`answer-${current().n}`).focus({ preventScroll: true });
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
     if (!running) ask(id("question").value);
@@ -695,9 +782,15 @@ async function start() {
   id("distance").addEventListener("input", drawPairs);
   id("settings").addEventListener("close", saveSettings);
   id("import").addEventListener("change", () => load(id("import").files[0]));
+  id("take").addEventListener("submit", takeOwn);
   document.addEventListener("keydown", keydown);
-  addEventListener("pagehide", save);
+  document.addEventListener("pointerdown", () => (keyed = false));
+  addEventListener("pagehide", () => running && save());
   tab(innerWidth < 1000 ? "words" : "why");
+  const request = indexedDB.open("clearllama", 1), last = JSON.parse(sessionStorage.getItem("clearllama-conversation"));
+  request.onupgradeneeded = () => request.result.createObjectStore("conversations");
+  db = await settled(request).catch((error) => say(`This browser keeps no conversations: ${error.message}`));
+  if (db && last) [turns, key] = [(await settled(stored().get(last))) ?? turns, last];
   await connect().catch((error) => failed(error, banner));
   document.documentElement.dataset.ready = "";
 }
