@@ -317,24 +317,26 @@ def test_other_clients_get_the_answers_they_get_alone(server: Running, tiny_llm:
     check_other_clients(server, tiny_llm)
 
 
-def check_other_clients(server: Running, llm: Llama) -> None:
-    """Looks have hooks in the model, and an answer has heads off, while four clients are answered."""
+def check_other_clients(server: Running, llm: Llama, at_once: int = 4) -> None:
+    """Looks have hooks in the model, and an answer has heads off, while four clients are answered, so many at once."""
     ids = llm.encode_chat(MESSAGES)
     options: dict[str, Any] = {"temperature": 1.0, "ignore_eos": True, "max_tokens": 60}
 
-    def complete(seed: int, found: dict[int, Any]) -> None:
-        body: dict[str, Any] = {"prompt": [ids[seed:]], "seed": seed, "logprobs": 1, **options}
-        found[seed] = post(server, "/v1/completions", **body).json()["choices"][0]["logprobs"]["tokens"]
+    def complete(first: int, found: dict[int, Any]) -> None:
+        for seed in range(first, 4, at_once):
+            body: dict[str, Any] = {"prompt": [ids[seed:]], "seed": seed, "logprobs": 1, **options}
+            found[seed] = post(server, "/v1/completions", **body).json()["choices"][0]["logprobs"]["tokens"]
 
     def clients(found: dict[int, Any]) -> list[threading.Thread]:
-        threads = [threading.Thread(target=complete, args=(seed, found)) for seed in range(4)]
+        threads = [threading.Thread(target=complete, args=(first, found)) for first in range(at_once)]
         for thread in threads:
             thread.start()
         return threads
 
     alone, together = dict[int, Any](), dict[int, Any]()
-    for thread in clients(alone):
-        thread.join()
+    for _ in range(2):  # the second time, as later, the keys of most of a prompt are in the cache
+        for thread in clients(alone):
+            thread.join()
     threads = clients(together)
     answer(server, ids=ids, off=[[0, 0], [1, 1]], seed=1, max_tokens=20)
     looks = [post(server, "/look/inside", ids=ids[: 2 + i % len(ids)], off=[[0, 0]] * (i % 2)) for i in range(20)]
@@ -403,8 +405,9 @@ def test_one_look_runs_eight_wait_and_a_client_that_goes_away_makes_room(
 
 @pytest.mark.slow
 def test_other_clients_of_the_default_model_notice_nothing(default_llm: Llama) -> None:
+    """One client at a time: its kernels round differently for other numbers of rows, which depend on the timing."""
     with running(default_llm) as server:
-        check_other_clients(server, default_llm)
+        check_other_clients(server, default_llm, at_once=1)
 
 
 @pytest.mark.parametrize(
