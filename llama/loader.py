@@ -257,8 +257,8 @@ def make_plan(checkpoint: Checkpoint, options: LoadOptions) -> Plan:
     context = reach(config) if options.max_seq_len is None else options.max_seq_len
     if config.sliding_window is not None and context > config.sliding_window:
         raise UsageError(
-            f"a context of {context} tokens exceeds the model's sliding window, or scales queries by position, which is"
-            f" not implemented; use at most {config.sliding_window} (--max-seq-len), or run it in vLLM"
+            f"a context of {context} tokens exceeds the model's sliding window, or the position from which queries are"
+            f" scaled; neither is implemented; use at most {config.sliding_window} (--max-seq-len), or run it in vLLM"
         )
     keep = options.fast and (options.dtype in (None, "auto") or dtype == torch.bfloat16)
     compiled = options.compile and placement.output.type == "cuda"

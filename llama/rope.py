@@ -30,8 +30,8 @@ from .rope_scaling import BY_LENGTH, inverse_frequencies, kind_of
 
 # How the rows of wq and wk are ordered: Meta's pairs (2i, 2i + 1), or Hugging Face's pairs (i, i + D/2).
 Layout = Literal["interleaved", "half"]
-# Ends of the names whose rows RoPE rotates. Reordering a head's entries does not change its norm, but a norm's weight
-# belongs to an entry, so it is reordered, too.
+# Suffixes of the names of tensors whose rows are in the order of the layout. The weights of q_norm and k_norm are, too:
+# they have one entry for each entry of a head.
 ROTATED = (".wq.weight", ".wk.weight", ".wq.bias", ".wk.bias", ".q_norm.weight", ".k_norm.weight")
 
 

@@ -20,7 +20,7 @@ from llama.checkpoint import base, open_checkpoint
 from llama.checkpoint.architectures import EXAONE_KEYS, MODEL_TYPES, NEEDS
 from llama.checkpoint.huggingface import read_config
 from llama.engine.linears import TileLinear
-from llama.errors import ConfigError, LlamaError, UsageError
+from llama.errors import ConfigError, DamagedError, LlamaError, UsageError
 from llama.inside.explain import random_model
 from llama.quant import gguf_types
 from llama.quant.gguf_types import quantize
@@ -158,6 +158,20 @@ def test_the_weight_of_a_head_s_norm_has_the_order_of_the_head_s_rows(tmp_path: 
     with torch.no_grad():
         net.layers[0].attention.q_norm.weight.copy_(in_file)
     assert gap(net, model, 64) > 0.01
+
+
+@pytest.mark.parametrize("family", ["Llama", "Granite", "Qwen3", "Phi3"])
+@pytest.mark.parametrize("change", [24, 8, "cut", "scalar"])
+def test_rows_that_are_not_those_of_the_heads_are_an_error(tmp_path: Path, family: str, change: int | str) -> None:
+    write(tmp_path, family, head_dim=16)
+    name = f"model.layers.1.self_attn.{'qkv' if family == 'Phi3' else 'q'}_proj.weight"
+    if isinstance(change, int):
+        edit(tmp_path, head_dim=change)
+    else:
+        damaged = {"cut": lambda x: x[:-1].contiguous(), "scalar": lambda x: torch.tensor(1.0)}[change]
+        test_huggingface.change_state(tmp_path, lambda state: state.update({name: damaged(state[name])}))
+    with pytest.raises(DamagedError, match="has shape .* but the configuration requires"):
+        load(tmp_path)
 
 
 def test_sizes_of_qwen3_are_the_published_ones() -> None:

@@ -30,7 +30,7 @@ class Thoughts(NamedTuple):
 def find_thoughts(
     tokenizer: Tokenizer, template: str | Mapping[str, str] | None, prompt: Sequence[int], answer: str = ""
 ) -> Thoughts:
-    """How the answer to a prompt begins. The template, or one of several, contains the closing mark of its model.
+    """The marks of thoughts in a model's template, or in one of several, and how the answer to a prompt begins.
 
     answer  the text at the end of the prompt that the model continues
     """
@@ -48,7 +48,7 @@ def find_thoughts(
 
 
 class ThoughtStream:
-    """Splits an answer into its thought, which is at the start, and its text, whatever its division into tokens.
+    """Splits an answer into the thought at its start and the text after it, however it is divided into tokens.
 
     before    ids whose text the answer continues, as for `Decoder`
     thinking  whether the thought is open

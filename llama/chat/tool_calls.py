@@ -1,6 +1,6 @@
 """The function calls in an assistant's text.
 
-A call is text in the format that the model was trained on; where a mark precedes it, that is a row of FORMS:
+A call is text in the format that the model was trained on (FORMS has a row for each mark that may precede it):
 
     Llama 3.1, 3.2   {"name": "f", "parameters": {...}}   also "arguments", and several, separated by ";" or white space
     Llama 3.2, 4     [f(a=1, b="x"), g()]
@@ -9,8 +9,8 @@ A call is text in the format that the model was trained on; where a mark precede
     Hermes, Qwen, Granite, SmolLM   <tool_call>{"name": "f", "arguments": {...}}</tool_call>   also with a list
 
 Calls without a mark are recognized only at the start of an answer and after another call; after <|python_tag|> or
-another mark, anywhere. In a code block the name of the function comes first, so that other code is not delayed. Only
-declared functions are recognized. Everything else stays text.
+another mark, anywhere. In a code block, a call must begin with the function's name, so that other code is not delayed.
+Only declared functions are recognized. Everything else stays text.
 
 Control tokens have no text (see `Decoder`), so <|python_tag|>, [TOOL_CALLS] and <|eom_id|> are not in an answer's text.
 At the start of an answer, calls are recognized without them. For calls after other text, insert them (`call_marks`).
@@ -155,15 +155,16 @@ class ToolCallStream:
     incomplete at the end, or invalid, is text.
 
     tools  the functions that may be called, as in `encode_chat`
-    parts  show a call as {"name", "id"} when its arguments begin, then {"arguments"} for parts of their JSON text. It
-           stays a call if it is incomplete or invalid. Calls in a list or in Python's syntax are shown at their end
+    parts  show a call as {"name", "id"} when its arguments begin, then parts of their JSON text as {"arguments"}. Such
+           a call does not become text if it is incomplete or invalid. Calls in a list or in Python's syntax are shown
+           as a whole, at their end
     """
 
     def __init__(self, tools: Tools | None, parts: bool = False):
         self.names = frozenset(_tool_name(tool) for tool in check_tools(tools) or ())
         self._anywhere, self._first, self._forms = _beginnings(self.names)
         self.pending: list[str] = []  # characters of a possible call
-        self.called: tuple[str, str, int] | None = None  # name, "," or ":", where in `pending` its arguments are next
+        self.called: tuple[str, str, int] | None = None  # name; "," or ":"; index in `pending` of the text after both
         self.parts, self.shown = parts, False  # whether parts of the pending text have been shown
         self._begun = ""  # the pending text without white space, until its value has begun
         self._value: Generator[int, str, bool] | None = None
@@ -283,9 +284,9 @@ class ToolCallStream:
 
 @functools.lru_cache(16)
 def _beginnings(names: frozenset[str]) -> tuple[list[str], list[str], dict[str, tuple[str, list[str]]]]:
-    """How a call may begin, without white space, in order: after text; at the start and after a call.
+    """The sorted beginnings of a call, without white space: after text; at the start and after a call.
 
-    And for each of these the name of the function if it is known, and the marks that may follow the call.
+    The third value maps each beginning to the function's name ("": it is read later) and the marks that may follow.
     """
     values = dict.fromkeys(('{"', '[{"', *(f"[{name}(" for name in names)), "")
     forms: dict[str, tuple[str, list[str]]] = dict.fromkeys((*values, ';{"'), ("", []))

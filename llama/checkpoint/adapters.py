@@ -46,7 +46,7 @@ def with_adapters(base: Checkpoint, adapters: Adapters) -> Checkpoint:
 
 
 def of_model(adapter: Adapter, base: Checkpoint) -> Adapter:
-    """The adapter with changes of the model's weights in place of those that files store: see `model_weights`."""
+    """Convert an adapter of a file's weights, such as fused matrices, to the model's weights: see `model_weights`."""
 
     def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         weights = model_weights({name: MemoryWeight(tensor, name) for name, tensor in tensors.items()}, base.config)

@@ -100,10 +100,11 @@ EXAONE_KEYS = {"num_layers": "num_hidden_layers", "layer_norm_epsilon": "rms_nor
 
 
 def folded(config: ModelConfig, fields: Fields) -> tuple[ModelConfig, dict[str, float]]:
-    """The configuration of a model with its multipliers, and the factors of weights that stand for them.
+    """Fold Granite's multipliers into norm_eps and factors of weights: return the configuration and the factors.
 
-    The residual stream is divided by its multiplier, so wo and w_down need no factor, and a norm gives the same if its
-    epsilon is divided by the square. The last norm also divides the logits. Raises ConfigError.
+    The residual stream is divided by the residual multiplier. So wo and w_down need no factor, and a norm gives the
+    same result with its epsilon divided by the multiplier's square. The last norm also divides the logits. Raises
+    ConfigError.
     """
     in_gguf, usual = "general.architecture" in fields.values, config.head_dim**-0.5
     if fields.values["general.architecture" if in_gguf else "model_type"] != "granite":
@@ -130,7 +131,7 @@ def known(fields: Fields, key: str, kinds: Collection[str]) -> str:
 
 
 def text_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """config.json with the usual keys; of a model that also sees images, the part of the language model."""
+    """config.json with the usual keys. If the model also sees images: only the part of its language model."""
     if settings.get("model_type") == "mistral3":
         settings = Fields(settings, "config.json").get("text_config", dict)
     keys = EXAONE_KEYS if settings.get("model_type") == "exaone" else {}
@@ -164,7 +165,7 @@ def no_rope_layers(fields: Fields, kind: str, n_layers: int) -> tuple[int, ...]:
 
 
 def sliding_window(fields: Fields, kind: str, n_layers: int) -> int | None:
-    """The tokens up to which full attention gives the same: those of a sliding window, if a layer has one, or None."""
+    """The number of tokens up to which full attention is exact, such as the sliding window; None: no limit."""
     model_type = MODEL_TYPES[kind]
     if model_type.slides == "never":
         return None

@@ -79,14 +79,14 @@ class Checkpoint(ABC):
     def weight(self, name: str, layout: Layout = "interleaved") -> Weight:
         """A weight by the model's name for it. `layout` is the order of the rows of wq and wk."""
         unscaled, factor = self.unscaled(name, layout), self.factors.get(name.split(".")[-2], 1.0)
-        return unscaled if factor == 1 else ScaledWeight(unscaled, factor)
+        return ScaledWeight(unscaled, factor) if factor != 1 and unscaled.shape else unscaled
 
     def unscaled(self, name: str, layout: Layout) -> Weight:
         """A weight without its factor."""
         weight = self._weights[name]
-        if layout == self.layout or not name.endswith(ROTATED):
-            return weight
-        rows = torch.arange(weight.shape[0])
+        rows = torch.arange(sum(weight.shape[:1]))
+        if layout == self.layout or not name.endswith(ROTATED) or len(rows) % self.config.head_dim:
+            return weight  # `mismatches` reports a number of rows that does not fit
         return ReorderedWeight(weight, to_layout(name, rows, self.config.head_dim, self.layout, layout))
 
     def file_name(self, name: str) -> str:
@@ -134,10 +134,10 @@ def unknown_keys(fields: Fields, no_effect: Collection[str]) -> list[str]:
 
 
 def model_weights(stored: Mapping[str, Weight], config: ModelConfig) -> dict[str, Weight]:
-    """The model's weights from those of a file in the half layout: matrices that are stored as one are split.
+    """Convert the weights of a file in the half layout to the model's: fused matrices are split.
 
-    Rows that do not rotate are last in a head. They become pairs too, the last ones of the half layout, and are divided
-    by the attention factor, since cos and sin of every pair are multiplied by it.
+    Rows that do not rotate come last in a head of the file. They become the last pairs of the half layout, and are
+    divided by the attention factor, since this factor multiplies cos and sin of every pair.
     """
     q, kv, F = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim, config.hidden_dim
     fused = {"wqkv": {"wq": q, "wk": kv, "wv": kv}, "w_gate_up": {"w_gate": F, "w_up": F}}

@@ -207,13 +207,14 @@ def _config(
     dim = fields.get("embedding_length", int)
     head_dim = fields.get("attention.key_length", int, dim // max(n_heads, 1))
     rotated = fields.get("rope.dimension_count", int, head_dim) if architecture == "phi3" else head_dim
-    same: dict[str, Any] = {"attention.value_length": head_dim, "rope.dimension_count": rotated}
+    plain = {**PLAIN_VALUES, "attention.value_length": head_dim, "rope.dimension_count": rotated}
     if architecture == "granite":  # rope.scaling.finetuned is false if no layer has RoPE; `folded` reads the others
-        same |= {"rope.scaling.finetuned": True, **{key: own.get(key, 0.0) for key in GGUF_MULTIPLIERS}}
+        plain = {key: value for key, value in plain.items() if key not in GGUF_MULTIPLIERS}
+        plain["rope.scaling.finetuned"] = True
     window = fields.get("attention.sliding_window", int, 0)
     if architecture == "mistral3" and fields.get("attention.temperature_scale", float, 0.0):  # scales queries from here
         window = fields.get("rope.scaling.original_context_length", int)
-    for key, expected in (PLAIN_VALUES | same).items():
+    for key, expected in plain.items():
         if (value := fields.get(key, type(expected), expected)) != expected:
             raise ConfigError(f"{prefix}{key} is {value!r:.40}, expected {expected!r}, as in every LLaMA")
     theta = _decimal(fields.get("rope.freq_base", float, 10000.0))

@@ -69,8 +69,8 @@ def architecture(config: ModelConfig, has_tables: bool) -> str:
     if config.qk_norm:
         if has_tables or config.mlp_bias or config.attention_bias or config.no_rope_layers:
             raise ConfigError(
-                "in GGUF, only qwen3 has norms of queries and keys: with plain RoPE in all layers, and without mlp_bias"
-                " and attention_bias; convert the model to hf"
+                "in GGUF, only qwen3 has norms of queries and keys, and it has no RoPE divisors, layers without RoPE,"
+                " mlp_bias or attention_bias; convert the model to hf"
             )
         return "qwen3"
     if config.no_rope_layers:

@@ -135,8 +135,8 @@ def family_keys(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     wrong = [key for key, biased in biases.items() if biased and key not in family.bias_keys]
     if wrong or config.qkv_bias != family.qkv_bias or (config.no_rope_layers and family.no_rope_interval is None):
         raise ConfigError(
-            f"Hugging Face's model type {kind} has other biases or layers without RoPE than this model; convert it to"
-            " gguf"
+            f"Hugging Face's model type {kind} can't have the biases or the layers without RoPE of this model; convert"
+            " it to gguf"
         )
     keys: dict[str, Any] = {key: biases[key] for key in family.bias_keys}
     if kind == "smollm3":

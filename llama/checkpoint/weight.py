@@ -202,7 +202,7 @@ class ScaledWeight(DerivedWeight):
 
     def row_format(self) -> GroupFormat | None:
         found = self.base.row_format()
-        # The factors of two levels of scales are so small that in float16 smaller ones have only a few digits.
+        # With two levels of scales, the factors are so small that in float16 even smaller ones would lose digits.
         return found.simple if found and found.levels and bool((self.factors.abs() < 1).any()) else found
 
     def floats(self) -> Tensor:

@@ -26,7 +26,7 @@ NUMBERS = {
     "parallel": (16, 1, 1024, "maximum number of answers generated at once"),
     "queue": (128, 1, 100_000, "maximum number of waiting answers; further requests get HTTP 429"),
     "timeout": (3600, 1, 10**6, "maximum time of a request in seconds"),
-    "max-tokens": (4096, -1, 2**31, "maximum of new tokens if a chat request sets none; -1: the context"),
+    "max-tokens": (4096, -1, 2**31, "default of max_tokens in chat requests; -1: as many as the context holds"),
 }
 
 

@@ -147,7 +147,7 @@ def exclude_until(length: int, ids: Sequence[int]) -> Processor:
 
 
 class ThinkingBudget:
-    """A constraint that closes the thought after `left` tokens, at the end of a character. inner: another one."""
+    """Closes the thought after `left` tokens, at the end of a character. inner: the constraint of the other tokens."""
 
     def __init__(self, tokenizer: Tokenizer, thoughts: Thoughts, left: int, inner: Constraint | None):
         self.stream, self.left, self.inner = ThoughtStream(tokenizer, thoughts), left, inner
@@ -208,9 +208,9 @@ class Answer:
         self._prompt_scores = [token.logprob for token in prompt]
 
     def feed(self, token: Token) -> Piece | None:
-        """Add a token; return what is certain now, which may be no text, or None for a stop id.
+        """Add a token; return the text and thought that are certain, which may be empty, or None for a stop id.
 
-        Stop strings are for the text: in a thought, which often repeats the question, they have no effect.
+        Stop strings have no effect in a thought, since thoughts often repeat the question.
         """
         self._last = time.perf_counter()
         if self._first is None:

@@ -283,7 +283,7 @@ class Batch:
         return len(prompt.ids) - (len(slot.ids) if prompt.begun else self._source(prompt, [slot])[1])
 
     def _leader(self, slot: Slot) -> Slot:
-        """The slot to feed for a slot: one whose prompt begins alike and is being read, else the slot itself."""
+        """The slot to feed in a slot's turn: one that is reading a prompt with the same prefix, or else this slot."""
         prompt = self.prompts[slot]
         if not prompt.begun and not prompt.request.params.prompt_logprobs:
             worth = len(prompt.ids) - self._rest(slot) + SHORTEST_PREFIX

@@ -137,7 +137,7 @@ def forced_call(choice: object, tools: Sequence[Mapping[str, Any]]) -> str | Non
 
 
 def _arguments(function: Mapping[str, Any]) -> str:
-    """A Lark grammar for the rest of a call: the arguments after ":"; after ",", with their key. Then all text."""
+    """A Lark grammar for the rest of a call: the arguments after ":", or with their key after ","; then any text."""
     schema = _spelled({"type": "object", **(function.get("parameters") or {})}, whitespace_pattern=WHITE_SPACE)
     return f"""start: (":" WS arguments | "," WS KEY WS ":" WS arguments WS "}}") REST?
         WS: /[\\x20\\n\\r\\t]{{0,64}}/
@@ -269,7 +269,7 @@ def _compile(vocabulary: Vocabulary, what: str, grammar: str) -> Grammar:
 
 
 def after_thought(grammar: Grammar, tokenizer: Tokenizer, thoughts: Thoughts) -> Grammar:
-    """The same grammar for an answer with a thought, of any text up to the closing mark, before the text that matches.
+    """Extend a grammar to answers with a thought: any text up to the closing mark, then the text that matches.
 
     The thought may be missing if the prompt has not opened it.
     """
@@ -383,10 +383,10 @@ class Constraint:
 class CallConstraint:
     """Limits the arguments of calls in one answer to the schemas of their functions. Not thread-safe.
 
-    All ids are allowed until `ToolCallStream` has found the name of a function, and after its arguments. So other text
-    is free and costs nothing, and each format that is parsed is constrained. As the limits begin at the name, they
-    include a token that contains the beginning of the arguments. A thought has no calls. `thoughts` and `before` are
-    those of `ThoughtStream`.
+    All ids are allowed until `ToolCallStream` has found the name of a function, and again after the arguments. So other
+    text is free and costs nothing, and every format with JSON arguments after the name is constrained. The limits begin
+    right after the name, so they include a token in which the arguments begin. A thought has no calls. `thoughts` and
+    `before` are those of `ThoughtStream`.
     """
 
     def __init__(

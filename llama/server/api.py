@@ -72,7 +72,7 @@ class Api(Format):
 
 
 class Choice:
-    """One answer of a reply, as far as it was not sent: thought, text, tokens, parts of calls, at its end the reason.
+    """The part of an answer that is yet to be sent: thought, text, tokens, parts of calls; at its end, the reason.
 
     The pieces that a stream sends add up to the complete answer.
     """

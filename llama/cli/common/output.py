@@ -32,7 +32,8 @@ def write(args: argparse.Namespace, prompt: str, stream: Callable[..., Generator
     stream  begins the answer; `progress` is called while the model reads the prompt
     before  written before the text, but not in JSON
 
-    Only a terminal shows the thought. Ctrl-C ends only the answer in a chat, maybe without text, but all of generate.
+    The thought is written only to a terminal. In a chat, Ctrl-C ends the answer, whose text may be empty. In generate,
+    it ends the program.
     """
     chat, text, thought, completion = args.command == "chat", "", "", None
     bar = terminal.progress("tok", leave=False, delay=DELAY)  # it is removed when the answer begins

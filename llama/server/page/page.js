@@ -110,7 +110,7 @@ async function connect() {
   put("samples", ...(template ? CHATS : TEXTS).map((text) => press(text, () => ask(text))));
 }
 
-/** What is said about an error: in the server's words, or that it is the page's own, which the console explains. */
+/** The message about an error: the server's, or that this page made the error, whose details are in the console. */
 const told = (error) => (error instanceof Refused ? "" : `${reportError(error) ?? "This page made an error; please report it"}: `) + error.message;
 const failed = (error, tell) => (error instanceof Gone ? gone(null) : tell(told(error)));
 
