@@ -170,7 +170,7 @@ def test_rows_that_are_not_those_of_the_heads_are_an_error(tmp_path: Path, famil
     else:
         damaged = {"cut": lambda x: x[:-1].contiguous(), "scalar": lambda x: torch.tensor(1.0)}[change]
         test_huggingface.change_state(tmp_path, lambda state: state.update({name: damaged(state[name])}))
-    with pytest.raises(DamagedError, match="has shape .* but the configuration requires"):
+    with pytest.raises(DamagedError, match=r"has shape .* but the configuration requires"):
         load(tmp_path)
 
 
