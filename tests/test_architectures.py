@@ -174,6 +174,15 @@ def test_rows_that_are_not_those_of_the_heads_are_an_error(tmp_path: Path, famil
         load(tmp_path)
 
 
+@pytest.mark.parametrize(("family", "rows"), [("Granite", 128), ("Phi3", 64)])
+def test_a_matrix_that_is_stored_twice_is_an_error(tmp_path: Path, family: str, rows: int) -> None:
+    write(tmp_path, family, head_dim=16)
+    name = f"model.layers.1.self_attn.{'qkv' if family == 'Granite' else 'q'}_proj.weight"
+    test_huggingface.change_state(tmp_path, lambda state: state.update({name: torch.zeros(rows, 64)}))
+    with pytest.raises(DamagedError, match=r"both contain layers\.1\.attention\.wq\.weight; remove one of them"):
+        load(tmp_path)
+
+
 def test_sizes_of_qwen3_are_the_published_ones() -> None:
     sizes = {name: config.n_params for name, config in official().items() if config.qk_norm}
     assert sizes == {

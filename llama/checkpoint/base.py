@@ -146,7 +146,10 @@ def model_weights(stored: Mapping[str, Weight], config: ModelConfig) -> dict[str
         stem, rows, end = name.split(".")[-2], sum(weight.shape[:1]), 0
         both = stem == "w_up" and rows == 2 * F and name.replace("w_up", "w_gate") not in stored  # as in GGUF
         for part, count in fused.get("w_gate_up" if both else stem, {stem: rows}).items():
-            weights[name.replace(stem, part)] = weight[end : end + count]
+            whole = name.replace(stem, part)
+            if whole in weights or (whole in stored and whole != name and not both):
+                raise DamagedError(f"{weight.name} and another tensor both contain {whole}; remove one of them")
+            weights[whole] = weight[end : end + count]
             end += count
         if end != rows:
             raise DamagedError(f"{weight.name} has shape {weight.shape}, but the configuration requires {end} rows")
