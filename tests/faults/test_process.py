@@ -143,7 +143,9 @@ def test_a_signal_ends_the_command_with_its_exit_code_and_no_traceback(
 # ------------------------------------------------------------------------------------------------------------- JSON
 def test_numbers_that_json_cannot_express_are_null(capsys: pytest.CaptureFixture[str]) -> None:
     numbers, stats = [-math.inf, math.inf, math.nan, -0.5], SimpleNamespace(prompt_tokens=1, as_dict=dict)
-    completion: Any = SimpleNamespace(text="a", tokens=[1], finish_reason="stop", logprobs=numbers, stats=stats)
+    completion: Any = SimpleNamespace(
+        text="a", tokens=[1], finish_reason="stop", logprobs=numbers, stats=stats, reasoning=None
+    )
     terminal.write_json(output.as_dict(completion))
     found = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
     assert found["logprobs"] == [None] * 3 + [-0.5]
