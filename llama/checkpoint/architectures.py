@@ -66,7 +66,7 @@ MODEL_TYPES = {
     "smollm3": ModelType("SmolLM3ForCausalLM", 32768, theta=2000000.0, tied=True, slides="if used", n_kv_heads=4,
                          no_rope_interval=INTERVAL),
     "granite": ModelType("GraniteForCausalLM", 2048),
-    "ministral3": ModelType("Ministral3ForCausalLM", 262144, theta=1e6, bias_keys=(), head_dim=128, slides="always",
+    "ministral3": ModelType("Ministral3ForCausalLM", 262144, bias_keys=(), head_dim=128, slides="always",
                             n_kv_heads=8, norm_eps=1e-5),
     "exaone": ModelType("LlamaForCausalLM", 4096, theta=500000.0, n_kv_heads=8, norm_eps=1e-5),
     "phi3": ModelType("Phi3ForCausalLM", 4096, bias_keys=(), slides="always", norm_eps=1e-5, trained=4096),
