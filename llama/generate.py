@@ -99,13 +99,16 @@ def generate(
         yield token
         if token.stop or len(chooser.text) == end:
             return
-        logits = next_logits(model, token.id, cache)  # (V,)
+        logits = next_logits(model, chooser.text, cache)  # (V,)
 
 
-def next_logits(model: Transformer, id: int, cache: KVCache) -> Tensor:
-    """Run the model on one id; return the logits (V,) of the next token."""
+def next_logits(model: Transformer, text: Sequence[int], cache: KVCache) -> Tensor:
+    """Feed the last id of a text, the only one that is not in the cache; return the logits (V,) of the next token."""
+    if model.rope.restarts(cache.length):
+        cache.trim(0)
+        return prefill(model, text, cache)
     with model.runner.threads(1):
-        h = model.hidden(torch.tensor([[id]], device=cache.device), cache=cache)  # (1, 1, C)
+        h = model.hidden(torch.tensor([text[-1:]], device=cache.device), cache=cache)  # (1, 1, C)
         return model.output(h[:, -1])[0].float()  # (1, V), then (V,)
 
 

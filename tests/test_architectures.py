@@ -21,10 +21,13 @@ from llama.checkpoint.architectures import EXAONE_KEYS, MODEL_TYPES, NEEDS
 from llama.checkpoint.huggingface import read_config
 from llama.engine.linears import TileLinear
 from llama.errors import ConfigError, DamagedError, LlamaError, UsageError
+from llama.generate import generate
+from llama.generation.batch import Batch, Request, TokenEvent
 from llama.inside.explain import random_model
 from llama.quant import gguf_types
 from llama.quant.gguf_types import quantize
 from llama.rope_scaling import reach
+from llama.sampling import SamplingParams
 from llama.tools.convert import convert
 from llama.tools.families import official
 
@@ -377,6 +380,17 @@ def test_phi_logits_equal_transformers(tmp_path: Path, changes: dict[str, Any]) 
         expected, cache = model(tokens(30)).logits, ours.new_cache()
         found = torch.cat([ours(part, cache=cache) for part in tokens(30).split((17, 1, 12), 1)], 1)
         assert float((found - expected).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("prompt", [20, 31, 32, 33])
+def test_an_answer_that_passes_longropes_trained_length_is_that_of_transformers(tmp_path: Path, prompt: int) -> None:
+    """The trained length is 32; transformers computes its cache again there."""
+    model, ids = write(tmp_path, "Phi3", **PARTIAL), tokens(prompt)
+    expected = model.generate(ids, max_new_tokens=25, do_sample=False, eos_token_id=None)[0, prompt:].tolist()
+    ours, params = load(tmp_path), SamplingParams(max_new_tokens=25)
+    assert [token.id for token in generate(ours, ids[0].tolist(), params)] == expected
+    batch = Batch(ours, [Request(ids[0].tolist(), params)], slots=1)
+    assert [event.token.id for event in batch if isinstance(event, TokenEvent)] == expected
 
 
 @pytest.mark.parametrize("name", ["su", "yarn", "longrope"])

@@ -40,7 +40,7 @@ from .. import checks
 from ..cache import KVCache
 from ..engine.nonfinite import locate
 from ..errors import LlamaError, UsageError
-from ..generate import prompt_chunk, room_for
+from ..generate import next_logits, prompt_chunk, room_for
 from ..model import Transformer
 from ..sampling import (
     Chooser,
@@ -400,9 +400,8 @@ class Batch:
         device, B = self.cache.device, self._width
         if self.model.rope.by_length:  # the frequencies follow the length of the only row
             (slot,) = self.slots
-            token, row = torch.tensor([[slot.next]], device=device), self.cache.rows(0, 1, len(slot.ids))
-            hidden = self.model.hidden(token, cache=row)  # (1, 1, C)
-            return self.model.output(hidden[:, -1]).float()[:, : self.n_vocab]  # (1, V)
+            row = self.cache.rows(0, 1, len(slot.ids))
+            return next_logits(self.model, [*slot.ids, slot.next], row)[None, : self.n_vocab]  # (1, V)
         fed = [(slot.next, len(slot.ids)) if slot.sequence else ([*slot.ids, 0][0], 0) for slot in self.slots[:B]]
         tokens, positions = torch.tensor(fed, device=device).T.unsqueeze(-1)  # (B, 1) each
         if B == 1:

@@ -142,7 +142,7 @@ class Looks:
         for step in range(room):
             with model.runner.threads(1), self._switched(off), self._checked():
                 if step > 0:
-                    logits = next_logits(model, chooser.text[-1], kept.cache)  # (V,)
+                    logits = next_logits(model, chooser.text, kept.cache)  # (V,)
                 report = chooser.stages(logits)
                 if forced := step < len(own):
                     chooser.check(float(extreme(logits)))
