@@ -186,6 +186,25 @@ def test_a_matrix_that_is_stored_twice_is_an_error(tmp_path: Path, family: str, 
         load(tmp_path)
 
 
+def test_the_first_scaled_query_ends_the_context_wherever_the_length_is(tmp_path: Path) -> None:
+    """Ministral 3's length may stand outside of rope_parameters, which older files call rope_scaling."""
+    model = write(tmp_path, "Ministral3", head_dim=24, rope_parameters=SCALED)
+    inner = dict(SCALED)
+    length, theta = inner["original_max_position_embeddings"], inner.pop("rope_theta")
+    edit(tmp_path, remove=("rope_parameters",), rope_scaling=inner, rope_theta=theta)
+    assert gap(load(tmp_path), model, length) < 1e-4
+    edit(tmp_path, original_max_position_embeddings=length // 2)
+    assert load(tmp_path).max_seq_len == length // 2
+
+
+def test_a_wrapped_model_without_a_head_is_tied_unless_its_config_forbids_it(tmp_path: Path) -> None:
+    write(tmp_path, "Mistral3", tie_word_embeddings=True)
+    assert load(tmp_path).config.tie_embeddings
+    edit(tmp_path, tie_word_embeddings=False)
+    with pytest.raises(DamagedError, match=r"1 tensor is missing: lm_head\.weight"):
+        load(tmp_path)
+
+
 def test_sizes_of_qwen3_are_the_published_ones() -> None:
     sizes = {name: config.n_params for name, config in official().items() if config.qk_norm}
     assert sizes == {

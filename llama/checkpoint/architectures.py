@@ -179,9 +179,11 @@ def sliding_window(fields: Fields, kind: str, n_layers: int) -> int | None:
         slides = (full < n_layers or not model_type.last_layers) if types is None else SLIDING in types
         # With types, transformers ignores use_sliding_window, except for Qwen2 and Qwen3.
         window = window if slides and (used or (types is not None and not model_type.last_layers)) else None
-    if kind == "ministral3":  # it scales the queries from this position on
-        length = Fields(fields.get("rope_parameters", dict), fields.where).get("original_max_position_embeddings", int)
-        window = min(window or length, length)
+    if kind == "ministral3":  # it scales the queries from this position on; transformers prefers the outer key
+        inner = fields.get("rope_parameters", dict, None) or fields.get("rope_scaling", dict)
+        length = Fields(inner, fields.where).get("original_max_position_embeddings", int)
+        length = min(length, fields.get("original_max_position_embeddings", int, length))
+        window = length if window is None else min(window, length)
     return None if window is None else integer(f"{fields.where}: sliding_window", window, error=ConfigError)
 
 

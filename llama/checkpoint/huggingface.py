@@ -273,7 +273,8 @@ class HuggingFaceCheckpoint(Checkpoint):
         if settings.get("model_type") == "mistral3":
             text = [tensor for tensor in tensors if not VISION.match(tensor.name)]
             self.notes = [f"{len(tensors) - len(text)} tensors of the vision model are left out"]
-            tied = not any("lm_head." in tensor.name for tensor in text)  # as in transformers, whatever the key is
+            untied = settings.get("tie_word_embeddings") is False  # a head is used, whatever the key is
+            tied = not untied and not any("lm_head." in tensor.name for tensor in text)
             tensors, self.config = text, dataclasses.replace(self.config, tie_embeddings=tied)
         self.parts = {path.name: path.stat().st_size for path in sorted({tensor.path for tensor in tensors})}
         self._weights = self._collect(tensors)
