@@ -103,13 +103,11 @@ def generate(
 
 
 def next_logits(model: Transformer, text: Sequence[int], cache: KVCache) -> Tensor:
-    """Feed the last id of a text, the only one that is not in the cache; return the logits (V,) of the next token."""
+    """Feed the last id of a text, which is not in the cache yet; return the logits (V,) of the next token."""
     if model.rope.restarts(cache.length):
         cache.trim(0)
-        return prefill(model, text, cache)
-    with model.runner.threads(1):
-        h = model.hidden(torch.tensor([text[-1:]], device=cache.device), cache=cache)  # (1, 1, C)
-        return model.output(h[:, -1])[0].float()  # (1, V), then (V,)
+    with model.runner.threads(len(text) - cache.length):
+        return prefill(model, text[cache.length :], cache)
 
 
 def room_for(model: Transformer, prompt: Sequence[int], params: SamplingParams, cache: KVCache | None) -> int:

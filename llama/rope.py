@@ -203,9 +203,8 @@ class Rope:
 
     max_seq_len is the number of positions the model may use, trained_len the context it was trained for. The scalings
     in BY_LENGTH change all frequencies with the length of the text, so their rows are computed in each forward pass.
-    Cached keys keep the rotation they were stored with: rotating them again would not give the logits of a full pass
-    either, since deeper layers saw the earlier tokens under the old frequencies. LongRoPE changes them at one length
-    only (`restarts`), so there the complete text is computed again, as in transformers' Phi-3.
+    Cached keys keep their rotation: rotating them again would not give the logits of a full pass, since deeper layers
+    saw the old frequencies. LongRoPE changes them once (`restarts`), so there the complete text is computed again.
     """
 
     def __init__(
@@ -220,8 +219,7 @@ class Rope:
         self.layout = FORMS[checks.choice("form of RoPE", form, FORMS)].layout
         self._arguments = (dim, theta, scaling)
         self._trained_len = max_seq_len if trained_len is None else trained_len
-        self.kind = kind_of(scaling)
-        self.by_length = self.kind in BY_LENGTH
+        self.by_length = kind_of(scaling) in BY_LENGTH
         self.form, self.max_seq_len = form, max_seq_len
         self.table = self._table(min(max_seq_len, 1024))
 
@@ -251,10 +249,9 @@ class Rope:
         return rows[0] if len(rows) == 1 else rows
 
     def restarts(self, length: int) -> bool:
-        """Whether LongRoPE has other frequencies from the next token on, so that cached keys do not fit them."""
-        if self.kind != "longrope":
-            return False
-        return not torch.equal(self.frequencies(length)[0], self.frequencies(length + 1)[0])
+        """Whether the next token changes LongRoPE's frequencies, so that cached keys do not fit them."""
+        changes = kind_of(self._arguments[2]) == "longrope"
+        return changes and not torch.equal(self.frequencies(length)[0], self.frequencies(length + 1)[0])
 
     def mean_freqs_cis(self, device: torch.device) -> FreqsCis:
         """The mean of freqs_cis over the first 1,024 positions, (1, D/2): near 0 for pairs that turn quickly."""

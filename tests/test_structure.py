@@ -104,7 +104,7 @@ def test_no_file_of_the_decoder_imports_a_folder(name: str) -> None:
     assert imports(PACKAGE / f"{name}.py") <= FILES_OF_THE_DECODER
 
 
-@pytest.mark.parametrize(("module", "most"), [("llama.model", 1570), ("llama.generate", 2260)])
+@pytest.mark.parametrize(("module", "most"), [("llama.model", 1575), ("llama.generate", 2265)])
 def test_the_decoder_is_all_that_its_import_loads(module: str, most: int) -> None:
     code = (
         f"import sys, {module};"
