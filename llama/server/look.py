@@ -33,13 +33,14 @@ from ..generation.prefix import shared_prefix
 from ..inside import trace, trace_page
 from ..inside.ablation import ablation_grid
 from ..inside.intervene import ablated
+from ..inside.jacobian import JacobianLens
 from ..sampling import Chooser, check_extreme, extreme
 from ..text import Llama
 from .engine import Steps
 from .requests import LONGEST_LOOK, LONGEST_PAGE, Heads
 from .spelling import Spelling
 
-SHOWN_HEADS, SHOWN_ROWS = 8, 3  # best heads, most probable tokens in a row of the lens
+SHOWN_HEADS, SHOWN_ROWS, SHOWN_WORDS = 8, 3, 5  # best heads, tokens in a row of a lens, words of its curves
 
 
 @dataclass
@@ -54,8 +55,8 @@ class Cached:
 class Looks:
     """The looks into one model. Their caches are one for the model as it is, and one for it with heads switched off."""
 
-    def __init__(self, llm: Llama, name: str):
-        self.llm, self.model, self.name = llm, llm.model, name
+    def __init__(self, llm: Llama, name: str, lens: JacobianLens | None = None):
+        self.llm, self.model, self.name, self.lens = llm, llm.model, name, lens
         self.n_vocab = llm.tokenizer.n_vocab
         self.token = Spelling(llm.tokenizer).entry
         self.longest = min(LONGEST_LOOK, llm.model.max_seq_len)
@@ -220,17 +221,25 @@ class Looks:
         found = {"token": self.token(token), "p": p, "difference": float(difference)}
         found |= {"effects": {name: float(value) for name, value in sums.items()}, "heads": strongest}
         found |= {"layers": mlps.tolist(), "by_token": [_short(x) for x in sources.sum((0, 1)).tolist()]}
-        found |= {"lens": self._lens(lens, token), "head": self._head(layer, number, key, seen, weights, kept)}
+        words = lens[-1].topk(min(SHOWN_WORDS, self.n_vocab)).indices.tolist()
+        found |= {"words": [self.token(id) for id in words], "lens": self._lens(lens, token, words)}
+        if self.lens is not None:
+            moved = self.lens.logits(model, dict(enumerate(rows[1:])))[:, : self.n_vocab]  # (N, V)
+            layers = [{"layer": layer} for layer in self.lens.matrices]
+            found["jacobian"] = [at | row for at, row in zip(layers, self._lens(moved, token, words), strict=True)]
+        found |= {"head": self._head(layer, number, key, seen, weights, kept)}
         kept.cache.trim(len(ids) - 1)  # the hooks may have changed the rounding of the last key
         yield found
 
-    def _lens(self, logits: Tensor, token: int) -> list[dict[str, Any]]:
-        p = logits.softmax(-1)  # (L + 1, V)
-        best, rank = p.topk(SHOWN_ROWS), 1 + (logits > logits[:, token, None]).sum(-1)
+    def _lens(self, logits: Tensor, token: int, words: list[int]) -> list[dict[str, Any]]:
+        """For each row of a lens (N, V): its best tokens, p and rank of a token, and the ranks of the words."""
+        p = logits.softmax(-1)  # (N, V)
+        best, (rank, *ranks) = p.topk(SHOWN_ROWS), ((logits > logits[:, [id]]).sum(-1) + 1 for id in (token, *words))
         found = []
-        for ids, values, own, place in zip(*best[::-1], p[:, token].tolist(), rank.tolist(), strict=True):
+        for row, (values, ids) in enumerate(zip(*best, strict=True)):
             top = [{**self.token(id), "p": _short(x)} for id, x in zip(ids.tolist(), values.tolist(), strict=True)]
-            found.append({"top": top, "p": _short(own), "rank": place})
+            own = {"p": _short(float(p[row, token])), "rank": int(rank[row])}
+            found.append({"top": top, **own, "ranks": [int(word[row]) for word in ranks]})
         return found
 
     def _head(
