@@ -36,7 +36,7 @@ from ..inside.intervene import ablated
 from ..sampling import Chooser, check_extreme, extreme
 from ..text import Llama
 from .engine import Steps
-from .requests import LONGEST_LOOK, LONGEST_PAGE, Heads
+from .requests import LONGEST_GRID, LONGEST_LOOK, LONGEST_PAGE, Heads
 from .spelling import Spelling
 
 SHOWN_HEADS, SHOWN_ROWS = 8, 3  # best heads, most probable tokens in a row of the lens
@@ -70,7 +70,8 @@ class Looks:
         return {
             **{name: getattr(config, name) for name in ("n_layers", "n_heads", "n_kv_heads", "head_dim")},
             **{"context": self.longest, "vocab_size": self.n_vocab, "parameters": config.n_params, "dtype": dtype},
-            **{"traced": LONGEST_PAGE, "weights": f"{weights}, {describe_devices(self.model).replace('cpu', 'CPU')}"},
+            **{"traced": LONGEST_PAGE, "gridded": LONGEST_GRID},
+            **{"weights": f"{weights}, {describe_devices(self.model).replace('cpu', 'CPU')}"},
             "template": self.llm.chat_format is not None or self.llm.chat_template is not None,
             **{"version": __version__, "sampling": self.llm.sampling, "stop_ids": sorted(self.llm.tokenizer.stop_ids)},
         }
@@ -205,9 +206,13 @@ class Looks:
         difference = logits[token] - (0 if against is None else logits[against])
         weights = [pattern[:, -1] for pattern in seen.weights]  # (H, S) for each layer
         strongest, size = [], heads.flatten().abs()
-        if heads.max() > 0:
-            size[heads.argmax()] = torch.inf  # the head that adds most is the first
-        for at in size.topk(min(SHOWN_HEADS, heads.numel())).indices.tolist():
+        favoured = -heads if against is not None and difference < 0 else heads  # (L, H) for the more probable token
+        if favoured.max() > 0:
+            size[favoured.argmax()] = torch.inf  # the head that adds most to it is the first
+        listed = size.topk(min(SHOWN_HEADS, heads.numel())).indices.tolist()
+        if head is not None and (at := head[0] * heads.shape[1] + head[1]) not in listed:
+            listed.append(at)
+        for at in listed:
             layer, number = divmod(at, heads.shape[1])
             weight, position = (float(x) for x in weights[layer][number].max(-1))
             own = sources[layer, number]  # (S,)

@@ -63,7 +63,7 @@ GRID_FIELDS |= {"token": Required(int), "against": Required(int)}
 ADDED, INNER = ("annotations", "index", "parsed", "parsed_arguments"), ("tool_calls", "function")
 UNUSED = ("user", "safety_identifier", "store", "metadata", "service_tier", "verbosity", "reasoning_effort")
 
-Heads = tuple[tuple[int, int], ...]  # (layer, head)
+Heads = tuple[tuple[int, int], ...]  # (layer, head); head n_heads is the MLP layer
 
 
 @dataclass
@@ -175,7 +175,7 @@ def parse_inspection(body: Mapping[str, Any], llm: Llama, model: str) -> dict[st
     body = _fields(body, INSIDE_FIELDS, model)
     ids, chosen = _inside(body, LONGEST_LOOK, llm)
     if "head" in body:
-        (chosen["head"],) = _heads("head", {"head": [body["head"]]}, llm)
+        (chosen["head"],) = _heads("head", {"head": [body["head"]]}, llm, mlp=False)
     return {"ids": ids, "off": _heads("off", body, llm), "chosen": chosen}
 
 
@@ -205,14 +205,14 @@ def _check_look(ids: list[int], most: int) -> list[int]:
     return ids
 
 
-def _heads(name: str, body: Mapping[str, Any], llm: Llama) -> Heads:
-    """Pairs [layer, head], in order."""
+def _heads(name: str, body: Mapping[str, Any], llm: Llama, mlp: bool = True) -> Heads:
+    """Pairs [layer, head], in order. With `mlp`, the number after the last head is the MLP of the layer."""
     heads, config = body.get(name, []), llm.model.config
     for head in heads:
         if not isinstance(head, list) or len(head) != 2:
             raise UsageError(f"{name} must hold pairs [layer, head], got {shown(heads)}")
         checks.integer("a layer", head[0], 0, config.n_layers - 1)
-        checks.integer("a head", head[1], 0, config.n_heads - 1)
+        checks.integer("a head", head[1], 0, config.n_heads - 1 + mlp)
     return tuple(sorted({(layer, head) for layer, head in heads}))
 
 

@@ -60,7 +60,7 @@ const EXPORTS = {
     const text = !chat ? { prompt: contents(last) + given }
       : { messages: [...messages(last), ...(given ? [{ role: "assistant", content: given }] : [])], response_format };
     const body = JSON.stringify({ ...text, ...sampling, seed: last.seed }, null, 1);
-    const notes = [last.off.length && `Not in this request: without head ${last.off.map((one) => one.join(".")).join(", ")}`,
+    const notes = [last.off.length && `Not in this request: without ${last.off.map(partName).join(", ")}`,
       !chat && response_format && "Not in this request: the JSON schema", begun.some((one) => one.thought) && "Not in this request: the given thought",
       (given || (!chat && last.parent)) && "Given and earlier words are text here: their tokens may differ"];
     const secret = sessionStorage.getItem("clearllama-key") ? ' -H "Authorization: Bearer $CLEARLLAMA_API_KEY"' : "";

@@ -271,7 +271,7 @@ function grow(turn) {
 function tokenNode(turn, i, decode) {
   const one = turn.tokens[i], end = card.meta.stop_ids.includes(one.id);
   const text = one.control ? (end ? "end" : one.text) : decode.decode(Uint8Array.from(bytes(one)), { stream: true });
-  const level = one.p >= 0.5 ? "" : one.p >= 0.1 ? "m1" : one.p >= 0.01 ? "m2" : "m3";
+  const level = one.p >= 0.1 ? "" : one.p >= 0.01 ? "m2" : "m3";
   const kind = `t ${one.control || !text ? "chip" : level} ${i === turn.first ? "first" : ""} ${text.startsWith("\n") ? "line" : ""}`;
   const node = make("span", { class: kind, id: `t${turn.n}-${i}`, "data-token": `${turn.n}-${i}`, role: "option", "aria-selected": "false" });
   const [, space, word] = /^( ?)(.*)$/s.exec(text ? plain(text) : hex(one));
@@ -309,7 +309,7 @@ function effect(turn) {
 }
 
 function describe(turn) {
-  const off = turn.off.length && `without head ${turn.off.map((one) => one.join(".")).join(", ")}${effect(turn)}`;
+  const off = turn.off.length && `without ${turn.off.map(partName).join(", ")}${effect(turn)}`;
   return [off, `seed ${turn.seed}`, `temperature ${turn.sampling.temperature}`, ENDS[turn.end] ?? turn.error].filter(Boolean).join(" · ");
 }
 
@@ -329,7 +329,7 @@ function turnNode(turn) {
   const buttons = busy ? [press("Stop", stop)] : [
     press("copy", () => navigator.clipboard.writeText(said(turn)).then(() => say("Copied.")), { class: "quiet" }),
     press("again", () => again(turn), { class: "quiet", title: "with the settings as they are now" }),
-    ...(turn.off.length ? [press("with all heads", () => branch(turn, [], { off: [] }), { class: "quiet" })] : []),
+    ...(turn.off.length ? [press("with all of the model", () => branch(turn, [], { off: [] }), { class: "quiet" })] : []),
     ...(resumable ? [press("continue", () => branch(turn, turn.tokens, {}), { class: "quiet" })] : [])];
   const foot = make("p", { class: "foot" }, make("span", {}, describe(turn)), ...buttons);
   return make("article", { id: `turn-${turn.n}`, class: busy ? "busy" : "" }, ...system, asked,
@@ -344,7 +344,9 @@ function draw() {
   id("question").placeholder = card.meta.template ? "Ask…" : path().length ? "More text, its first space included…" : "Begin a text to continue…";
   id("reading").hidden = true;
   count();
+  drawOff();
   mark();
+  markSources();
 }
 
 /** Show the next or previous branch of a turn. */
@@ -364,6 +366,7 @@ function edit(turn) {
   editing = turn;
   if (innerWidth < 1000) unselect(); // the sheet takes the place of the question
   id("question").value = turn.question;
+  drawOff();
   id("question").focus();
   say("Editing: Enter sends the changed question as another branch, Esc leaves it.");
 }
@@ -380,6 +383,7 @@ const ACTIONS = {
   new: () => replace([{ n: 0, children: [], active: 0 }]),
   close: unselect,
   off: () => inside && switchOff(inside.head.head),
+  ...PANEL,
 };
 // what a key of the keyboard does when a turn is shown; single characters only in an answer that was focused by the keyboard
 const KEYS = {
@@ -423,7 +427,7 @@ async function start() {
     if (!running) ask(id("question").value);
   });
   document.addEventListener("click", ({ target }) => {
-    const found = target.closest("[data-token], [data-key], button"), [[name, value] = []] = Object.entries(found?.dataset ?? {});
+    const found = target.closest("[data-token], [data-key], [data-source], button"), [[name, value] = []] = Object.entries(found?.dataset ?? {});
     ACTIONS[name]?.(value);
   });
   id("against").addEventListener("change", () => look({ against: Number(id("against").value), head: undefined, key: undefined }));
@@ -434,6 +438,7 @@ async function start() {
   document.addEventListener("keydown", keydown);
   document.addEventListener("pointerdown", () => (keyed = false));
   addEventListener("pagehide", () => running && save());
+  startPanel();
   tab(innerWidth < 1000 ? "words" : "why");
   const request = indexedDB.open("clearllama", 1), last = JSON.parse(sessionStorage.getItem("clearllama-conversation"));
   request.onupgradeneeded = () => request.result.createObjectStore("conversations");
