@@ -295,7 +295,7 @@ def test_a_multiplier_that_is_missing_or_out_of_range(tmp_path: Path) -> None:
 def test_a_granite_in_gguf_needs_its_logit_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(GGUF_KEYS["granite"], "logit_scale")
     write(tmp_path / "hf", "Granite", **MULTIPLIERS)
-    with pytest.raises(LlamaError, match="granite.logit_scale"):
+    with pytest.raises(LlamaError, match=r"granite\.logit_scale"):
         load(as_gguf(tmp_path / "hf", tmp_path / "x.gguf", "granite"))
 
 
