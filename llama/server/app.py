@@ -28,7 +28,7 @@ from .api import DISCONNECTED, Api, Format, Reply, Stream, refusal
 from .engine import COUNTED, Engine, Inbox, Look
 from .look import Looks
 from .openai import Chat, Completions
-from .requests import check_model, parse_answer, parse_body, parse_grid, parse_inspection, parse_page
+from .requests import check_model, parse_answer, parse_body, parse_grid, parse_inspection, parse_page, parse_sources
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class Server:
         get |= {"/v1/models/{id:path}": self.models, **dict.fromkeys(PAGE, self.page)}
         post: dict[str, Endpoint] = {path: partial(self.complete, api) for path, api in APIS.items()}
         post |= {"/look/answer": self.look_answer, "/look/inside": self.look_inside, "/look/page": self.look_page}
-        post |= {"/look/grid": self.look_grid}
+        post |= {"/look/grid": self.look_grid, "/look/sources": self.look_sources}
         routes = [Route(path, self._counted(path, endpoint)) for path, endpoint in get.items()]
         routes += [Route(path, self._counted(path, endpoint), methods=["POST"]) for path, endpoint in post.items()]
         app = Starlette(routes=routes, exception_handlers={HTTPException: _no_endpoint})
@@ -187,6 +187,10 @@ class Server:
 
     async def look_inside(self, request: Request) -> Response:
         look = Look(self.looks.inside(**await self._parsed(request, parse_inspection)), self.engine)
+        return JSONResponse((await self._all(request, look))[-1])
+
+    async def look_sources(self, request: Request) -> Response:
+        look = Look(self.looks.sources(**await self._parsed(request, parse_sources)), self.engine)
         return JSONResponse((await self._all(request, look))[-1])
 
     async def look_grid(self, request: Request) -> Response:

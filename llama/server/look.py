@@ -31,7 +31,7 @@ from ..generate import next_logits, prefill_chunks, room_for
 from ..generation.answer import Job
 from ..generation.prefix import shared_prefix
 from ..inside import trace, trace_page
-from ..inside.ablation import ablation_grid
+from ..inside.ablation import ablation_grid, without_sources
 from ..inside.intervene import ablated
 from ..sampling import Chooser, check_extreme, extreme
 from ..text import Llama
@@ -257,6 +257,17 @@ class Looks:
         found = {"weights": [_short(x) for x in row.tolist()], "scores": [_short(x) for x in scores.tolist()]}
         found |= {"q": q.tolist(), "k": k[key].tolist(), "frequencies": frequencies.tolist()}
         return {"head": [layer, head], "key": key, **found}
+
+    def sources(self, ids: list[int], off: Heads, token: int, against: int) -> Steps:
+        """`without`: for each of `ids`, the difference of two logits if the last token reads nothing from it."""
+        kept, _ = yield from self._feed(ids, off, last=1)
+        passes = without_sources(self.model, ids, kept.cache, range(len(ids)), token, against)
+        found: list[float] = []
+        while len(found) < len(ids):
+            with self._switched(off):
+                found += next(passes).tolist()
+            yield {"done": len(found), "of": len(ids)}
+        yield {"without": [_short(x) for x in found]}
 
     def grid(self, ids: list[int], off: Heads, **options: Any) -> Steps:
         """How far the ablation grid is, then the grid; options as of `ablation_grid`."""

@@ -58,8 +58,9 @@ ANSWER_FIELDS = {"prompt": object, "ids": list, "answer": list, "own": str, "off
 ANSWER_FIELDS |= CHAT | GENERATION
 INSIDE_FIELDS = {"model": object, "ids": list, "head": list, "off": list}
 INSIDE_FIELDS |= dict.fromkeys(("token", "against", "key"), int)
-GRID_FIELDS: dict[str, Any] = {"model": object, "ids": list, "off": list, "mean": bool, "position": int}
-GRID_FIELDS |= {"token": Required(int), "against": Required(int)}
+SOURCES_FIELDS: dict[str, Any] = {"model": object, "ids": list, "off": list}
+SOURCES_FIELDS |= {"token": Required(int), "against": Required(int)}
+GRID_FIELDS = SOURCES_FIELDS | {"mean": bool, "position": int}
 ADDED, INNER = ("annotations", "index", "parsed", "parsed_arguments"), ("tool_calls", "function")
 UNUSED = ("user", "safety_identifier", "store", "metadata", "service_tier", "verbosity", "reasoning_effort")
 
@@ -184,6 +185,13 @@ def parse_grid(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, Any
     body = _fields(body, GRID_FIELDS, model)
     ids, chosen = _inside(body, LONGEST_GRID, llm)
     return {"ids": ids, "off": _heads("off", body, llm), "mean": body.get("mean", False), **chosen}
+
+
+def parse_sources(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, Any]:
+    """The arguments of `Looks.sources` from a body of /look/sources. Raises UsageError."""
+    body = _fields(body, SOURCES_FIELDS, model)
+    ids, chosen = _inside(body, LONGEST_GRID, llm)
+    return {"ids": ids, "off": _heads("off", body, llm), **chosen}
 
 
 def _inside(body: Mapping[str, Any], most: int, llm: Llama) -> tuple[list[int], dict[str, Any]]:

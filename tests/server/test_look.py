@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from llama.generate import generate
 from llama.generation import batch
 from llama.generation.batch import Batch
 from llama.generation.structured import compile_grammar
-from llama.inside.hooks import activations
+from llama.inside.hooks import Place, activations, patch
 from llama.inside.intervene import ablated
 from llama.sampling import SamplingParams
 from llama.server.app import PAGE
@@ -290,6 +291,28 @@ def test_the_grid_is_ablation_one_by_one_beside_other_heads_that_are_off(
             refused = post(server, "/look/grid", **{"ids": ids, **body})
             assert refused.status_code == 400
             assert wrong in refused.json()["error"]["message"]
+
+
+def test_without_a_source_the_last_token_reads_nothing_from_it(
+    server: Running, tiny_llm: Llama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In several passes, beside a head that is off, against a complete pass with changed weights for each source."""
+    monkeypatch.setattr("llama.inside.ablation.ROWS", 200)
+    ids = tiny_llm.encode_chat(MESSAGES)
+    body = {"ids": ids, "token": 7, "against": 8, "off": [[0, 1]]}
+    found = post(server, "/look/sources", **body).json()["without"]
+    for source, difference in enumerate(found):
+        with ablated(tiny_llm.model, {(0, 1)}), patch(tiny_llm, {"pattern.*": partial(_blind, source=source)}):
+            logits = tiny_llm.model(torch.tensor([ids]))[0, -1]
+        assert difference == pytest.approx(float(logits[7] - logits[8]), abs=1e-4)
+    assert max(found) - min(found) > 0.1
+    assert post(server, "/look/sources", ids=ids).status_code == 400
+
+
+def _blind(weights: torch.Tensor, place: Place, source: int) -> torch.Tensor:
+    weights = weights.clone()
+    weights[..., -1, source] = 0
+    return weights
 
 
 def test_the_pairs_of_a_head_add_up_to_its_score(server: Running, tiny_llm: Llama) -> None:
