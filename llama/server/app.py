@@ -25,7 +25,7 @@ from starlette.types import ASGIApp
 
 from ..text import Llama
 from .api import DISCONNECTED, Api, Format, Reply, Stream, refusal
-from .engine import COUNTED, Engine, Inbox, Look
+from .engine import COUNTED, Engine, Inbox, Look, Steps
 from .look import Looks
 from .openai import Chat, Completions
 from .requests import check_model, parse_answer, parse_body, parse_grid, parse_inspection, parse_page
@@ -75,8 +75,9 @@ class Server:
         get: dict[str, Endpoint] = {"/health": self.health, "/metrics": self.metrics, "/v1/models": self.models}
         get |= {"/v1/models/{id:path}": self.models, **dict.fromkeys(PAGE, self.page)}
         post: dict[str, Endpoint] = {path: partial(self.complete, api) for path, api in APIS.items()}
-        post |= {"/look/answer": self.look_answer, "/look/inside": self.look_inside, "/look/page": self.look_page}
-        post |= {"/look/grid": self.look_grid}
+        post |= {"/look/answer": self.look_answer, "/look/inside": self.look_inside, "/look/grid": self.look_grid}
+        post |= {"/look/page": partial(self.look_file, self.looks.page, "text/html")}
+        post |= {"/look/activations": partial(self.look_file, self.looks.activations, "application/octet-stream")}
         routes = [Route(path, self._counted(path, endpoint)) for path, endpoint in get.items()]
         routes += [Route(path, self._counted(path, endpoint), methods=["POST"]) for path, endpoint in post.items()]
         app = Starlette(routes=routes, exception_handlers={HTTPException: _no_endpoint})
@@ -193,11 +194,11 @@ class Server:
         look = Look(self.looks.grid(**await self._parsed(request, parse_grid)), self.engine)
         return Stream(look.news(), look, EVENTS)
 
-    async def look_page(self, request: Request) -> Response:
+    async def look_file(self, look: Callable[[list[int]], Steps], kind: str, request: Request) -> Response:
         ids = await self._parsed(request, parse_page)
         async with self.tracing:
-            (render,) = await self._all(request, Look(self.looks.page(ids), self.engine))
-            return Response(await asyncio.to_thread(render), media_type="text/html")
+            (render,) = await self._all(request, Look(look(ids), self.engine))
+            return Response(await asyncio.to_thread(render), media_type=kind)
 
     async def _all(self, request: Request, inbox: Inbox) -> list[Any]:
         """All values of the inbox, unless the client disconnects first."""

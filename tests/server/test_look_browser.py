@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import requests
 import torch
@@ -676,9 +677,11 @@ def test_tabs_are_independent_and_a_conversation_survives(show: Open, tmp_path: 
     file = tmp_path / "chat.json"
     saved.value.save_as(file)
     for kind, part in (("md", "**One?**"), ("curl", "/v1/chat/completions"), ("html", "clearllama trace")):
-        with first.expect_download() as other:
-            first.click(f"[data-export={kind}]")
-        assert part in Path(other.value.path()).read_text()
+        assert part in export(first, kind)
+    with first.expect_download() as other:
+        first.click("[data-export=npz]")
+    tokens = np.load(other.value.path())["tokens"]
+    assert tokens.tolist() == [ids_of(turns[1]["prompt"] + turns[-1]["tokens"])]
     second.click("#open-export")
     second.set_input_files("#import", file)
     until(second, "!id('export').open")

@@ -67,13 +67,16 @@ const EXPORTS = {
     return ["clearllama.sh", `${notes.filter(Boolean).map((one) => `# ${one}.\n`).join("")}curl ${location.origin}/v1/${chat ? "chat/" : ""}completions`
       + ` -H 'Content-Type: application/json'${secret} -d '${body.replaceAll("'", "'\\''")}'\n`, "text/plain"];
   },
-  html: async (last) => ["trace.html", await delivered((await call("look/page", JSON.stringify({ ids: before(last).slice(-card.meta.traced) }))).text()),
-    "text/html", count() > card.meta.traced ? "Computed without the tokens before: its numbers differ from those of the panel." : ""],
+  html: async (last) => ["trace.html", await delivered((await computed("page", last)).text()), "text/html", differs(last)],
+  npz: async (last) => ["activations.npz", await delivered((await computed("activations", last)).blob()), "application/octet-stream", differs(last)],
 };
+const computed = (kind, last) => call(`look/${kind}`, JSON.stringify({ ids: before(last).slice(-card.meta.traced) }));
+const differs = (last) => [count() > card.meta.traced && "Computed without the tokens before: its numbers differ from those of the panel.",
+  last.off.length && "Computed with all heads."].filter(Boolean).join(" ");
 
 async function exportAs(kind) {
   if (!path().length) return;
-  put("exported", kind === "html" ? "The page is being computed: some seconds." : "");
+  put("exported", ["html", "npz"].includes(kind) ? "The file is being computed: some seconds." : "");
   try {
     const [download, content, type, note = ""] = await EXPORTS[kind](path().at(-1));
     make("a", { download, href: URL.createObjectURL(new Blob([content], { type })) }).click();

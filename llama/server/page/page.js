@@ -161,7 +161,9 @@ const contents = (turn) => messages(turn).map((one) => one.content).join("");
 function count() {
   const last = path().at(-1), used = last ? last.prompt.length + last.tokens.length : 0;
   put("count", `${thousands(used)} / ${thousands(card.meta.context)} tokens`);
-  put("trace", used > card.meta.traced ? `trace.html of the last ${card.meta.traced} tokens` : "trace.html of this text");
+  const part = used > card.meta.traced ? `the last ${card.meta.traced} tokens` : "this text";
+  put("trace", `trace.html of ${part}`);
+  put("npz", `activations (.npz) of ${part}`);
   return used;
 }
 
