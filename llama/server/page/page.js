@@ -103,11 +103,18 @@ async function connect() {
   drawSettings();
   put("about", make("b", {}, card.id), ` · ${weights}`);
   document.title = `${card.id} · clearllama`;
-  const foreign = turns.slice(1).some((one) => one.model !== identity());
-  banner(foreign ? `Another model wrote answers of this conversation. This is ${card.id}; looks into those answers are off.` : "");
+  foreign();
   draw();
   drawStored();
   put("samples", ...(template ? CHATS : TEXTS).map((text) => press(text, () => ask(text))));
+}
+
+/** Say which other model wrote answers of this conversation. */
+function foreign() {
+  const other = turns.slice(1).find((one) => one.model !== identity());
+  const [its, own] = [`${other?.model}`, identity()].map((model) => plain(model.replace(/^(.*?)(?: \d+){4} (.*)$/s, "$1 ($2)")));
+  const text = `Another model, ${its}, wrote answers of this conversation. This is ${own}; looks into those answers are off.`;
+  if (!lost) banner(other ? text : "");
 }
 
 /** The message about an error: the server's, or that this page made the error, whose details are in the console. */
@@ -128,10 +135,10 @@ async function gone(turn) {
 }
 
 // -------------------------------------------------------------------------------------------------------------- the tree
-/** The turns that are shown, from the first to the last. */
-function path() {
+/** The turns of a tree that are shown, from the first to the last. */
+function path(tree = turns) {
   const shown = [];
-  for (let one = turns[0]; one.children.length;) shown.push(one = turns[one.children[one.active]]);
+  for (let one = tree[0]; one.children.length;) shown.push(one = tree[one.children[one.active]]);
   return shown;
 }
 
@@ -378,6 +385,7 @@ const ACTIONS = {
   tab: (value) => tab(value),
   key: (value) => look({ head: inside.head.head, key: Number(value) }),
   export: exportAs,
+  link: copyLink,
   open: (value) => id(value).showModal(),
   new: () => replace([{ n: 0, children: [], active: 0 }]),
   close: unselect,
@@ -441,7 +449,8 @@ async function start() {
   request.onupgradeneeded = () => request.result.createObjectStore("conversations");
   db = await settled(request).catch((error) => say(`This browser keeps no conversations: ${error.message}`));
   if (db && last) [turns, key] = [(await settled(stored().get(last))) ?? turns, last];
-  await connect().catch((error) => failed(error, banner));
+  await connect().then(openLink).catch((error) => failed(error, banner));
+  addEventListener("hashchange", openLink);
   document.documentElement.dataset.ready = "";
 }
 

@@ -46,7 +46,8 @@ function drawWords() {
   const bar = (p) => make("span", { class: "both" }, make("span", { class: "p" }, share(p)), p ? track(p) : "");
   put("chosen", named(one), make("small", {}, ` position ${turn.prompt.length + chosen.i}`));
   id("own").value = "";
-  put("forced", one.forced ? `You chose this word; the model gave it ${share(one.p)}.` : "");
+  put("forced", one.forced ? `You chose this word; the model gave it ${share(one.p)}. ` : "",
+    one.left ? "" : "A link holds all alternatives, and what the filters did, for the word only that was open.");
   put("alternatives", ...[...top, { p: rest("p"), q: rest("q") }].map((other, k) => {
     const row = press("", () => take(k), { class: "row", "aria-current": other.id === one.id });
     row.disabled = k === top.length;
