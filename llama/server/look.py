@@ -45,12 +45,12 @@ from .spelling import Spelling
 
 SHOWN_HEADS, SHOWN_ROWS = 8, 3  # best heads, most probable tokens in a row of the lens
 LARGEST_FILE = 2**29  # bytes of activations
-# Our names of the tensors of a layer, and TransformerLens'. Its other hooks see something else than our tensors: those
-# of q and k are before Qwen3's norms, and those of norms are before the norm's weight.
-HOOKS = {"resid_pre": "hook_resid_pre", "v": "attn.hook_v", "rot_q": "attn.hook_rot_q", "rot_k": "attn.hook_rot_k"}
-HOOKS |= {"pattern": "attn.hook_pattern", "z": "attn.hook_z", "attn_out": "hook_attn_out"}
-HOOKS |= {"resid_mid": "hook_resid_mid", "mlp_hidden": "mlp.hook_post", "mlp_out": "hook_mlp_out"}
-HOOKS |= {"resid_post": "hook_resid_post"}
+# TransformerLens' names of our tensors. What it has at other hooks differs: q and k are those before Qwen3's norms, and
+# the results of norms those before the norm's weight.
+HOOKS = {name: f"hook_{name}" for name in ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")}
+HOOKS |= {name: f"attn.hook_{name}" for name in ("v", "rot_q", "rot_k", "pattern", "z")} | {
+    "mlp_hidden": "mlp.hook_post"
+}
 
 
 @dataclass
@@ -293,30 +293,26 @@ class Looks:
 
     @torch.inference_mode()
     def activations(self, ids: list[int]) -> Steps:
-        """A function that returns the tensors of a text as an .npz file, in float32 under TransformerLens' names.
-
-        Rotated queries and keys are in its order: entry i of a head is paired with entry i + D/2.
-        """
-        c, T, names = self.model.config, len(ids), {"embed": "hook_embed"}
-        heads = 2 * c.n_heads * c.head_dim + c.n_heads * T + 2 * c.n_kv_heads * c.head_dim
-        size = 4 * T * (c.dim + c.n_layers * (5 * c.dim + heads + c.hidden_dim))
-        if size > LARGEST_FILE:
-            most = f"at most {LARGEST_FILE >> 20} MiB are written: about {T * LARGEST_FILE // size} tokens"
-            raise UsageError(f"the activations of {T} tokens have {size >> 20} MiB; {most}")
-        names |= {f"{own}.{i}": f"blocks.{i}.{name}" for i in range(c.n_layers) for own, name in HOOKS.items()}
-        with activations(self.model, names) as seen:
+        """A function that returns the tensors of a text as .npz, with TransformerLens' names and its order of pairs."""
+        c, T = self.model.config, len(ids)
+        each = 5 * c.dim + 2 * (c.n_heads + c.n_kv_heads) * c.head_dim + c.n_heads * T + c.hidden_dim
+        if (size := 4 * T * (c.dim + c.n_layers * each)) > LARGEST_FILE:
+            most = f"at most {LARGEST_FILE >> 20} MiB are sent"
+            raise UsageError(f"the activations of {T} tokens have {size >> 20:,} MiB; {most}: send fewer tokens")
+        names = {f"{own}.{i}": f"blocks.{i}.{hook}" for i in range(c.n_layers) for own, hook in HOOKS.items()}
+        with activations(self.model, names := {"embed": "hook_embed", **names}) as seen:
             logits = self.model(torch.tensor([ids], device=self.model.norm.weight.device))  # (1, T, V)
         self._check(float(extreme(logits[0, -1])), ids)
         found = {hook: interleaved_to_half(seen[own]) if "rot_" in own else seen[own] for own, hook in names.items()}
-        yield partial(_npz, torch.tensor([ids]), found)
+        yield partial(_npz, {"tokens": torch.tensor([ids]), **{hook: x.float() for hook, x in found.items()}})
+
+
+def _npz(tensors: Mapping[str, Tensor]) -> bytes:
+    arrays: Any = {name: x.cpu().numpy() for name, x in tensors.items()}
+    np.savez(file := io.BytesIO(), **arrays)
+    return file.getvalue()
 
 
 def _short(x: float) -> float:
     """A number with six digits: further ones are rounding."""
     return float(f"{x:.6g}")
-
-
-def _npz(ids: Tensor, found: Mapping[str, Tensor]) -> bytes:
-    arrays: Any = {name: x.float().cpu().numpy() for name, x in found.items()}
-    np.savez(file := io.BytesIO(), tokens=ids.numpy(), **arrays)
-    return file.getvalue()

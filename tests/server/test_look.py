@@ -503,6 +503,9 @@ def test_the_activations_of_a_text_have_the_names_and_the_layout_of_transformerl
         small.setattr(type(tiny_llm.model), "forward", None)  # refused before it is computed
         refused = post(server, "/look/activations", ids=ids)
         assert refused.status_code == 400
-        assert f"about {len(ids) * 50_000 // size} tokens" in refused.json()["error"]["message"]
+        assert (
+            f"the activations of {len(ids)} tokens have {size >> 20} MiB; at most 0 MiB"
+            in refused.json()["error"]["message"]
+        )
         small.setattr("llama.server.requests.LONGEST_PAGE", 9)
         assert "at most 9" in post(server, "/look/activations", ids=ids).json()["error"]["message"]

@@ -6,6 +6,7 @@ Needs Chromium, which pip does not install; without it these tests are skipped, 
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import math
 import os
@@ -930,8 +931,8 @@ def link_of(tab: Page) -> str:
 
 
 SHOWN = """() => [...document.querySelectorAll("#chat, #panel header, #panel section, #waiting")]
-    .filter((one) => one.checkVisibility()).map((one) => one.textContent).concat([...document.querySelectorAll("#panel :is(select, input[type=range])")]
-    .map((one) => one.value), id("panel").dataset.tab)"""
+    .filter((one) => one.checkVisibility()).map((one) => one.textContent)
+    .concat([...document.querySelectorAll("#panel :is(select, input[type=range])")].map((one) => one.value))"""
 
 
 @SLOW
@@ -996,6 +997,8 @@ def packed(view: Any) -> str:
     return base64.urlsafe_b64encode(zlib.compress(json_, 9, -15)).decode().rstrip("=")
 
 
+OPEN: dict[str, list[Any]] = {"turn": [0, "__proto__", 9], "i": [-1, 1e300, "0"], "against": [1e9, 319]}
+OPEN |= {"head": [[1], "12", [1, 1e300]], "key": [-1, {}]}
 HOSTILE: dict[str, Callable[[Any], object]] = {
     "not base64": lambda view: "%%%",
     "not deflated": lambda view: base64.urlsafe_b64encode(b"no deflate").decode(),
@@ -1014,16 +1017,8 @@ HOSTILE: dict[str, Callable[[Any], object]] = {
         f"open {name}: {value}": partial(
             lambda name, value, view: packed({**view, "open": {**view["open"], name: value}}), name, value
         )
-        for name, value in [
-            ("turn", 0),
-            ("turn", "__proto__"),
-            ("turn", 9),
-            ("i", -1),
-            ("i", 1e300),
-            ("i", "0"),
-            ("against", 1e9),
-        ]
-        + [("against", 319), ("head", [1]), ("head", "12"), ("head", [1, 1e300]), ("key", -1), ("key", {})]
+        for name, values in OPEN.items()
+        for value in values
     },
 }
 BROKEN: dict[str, Callable[[Any], object]] = {
@@ -1096,6 +1091,66 @@ def test_a_view_that_is_too_long_for_a_link_is_offered_as_a_file(show: Open) -> 
     tab.wait_for_selector("#exported >> text=too long")
     assert "holds the conversation" in tab.inner_text("#exported")
     assert tab.locator("#exported a").count() == 0
+
+
+ENDING = "</script><!--<script><img src=x onerror=document.title='owned'>"
+
+
+@SLOW
+def test_the_file_of_a_view_shows_it_without_a_server(show: Open, tiny_llm: Llama, tmp_path: Path) -> None:
+    with running(tiny_llm) as server:
+        tab = show(server.url)
+        ask(tab, ENDING, max_tokens=6)
+        data = {"turns": tab.evaluate("turns")}
+        data["turns"][1]["tokens"][2] |= {"text": ENDING}
+        data["turns"][1]["tokens"][4]["top"][0] |= {"text": ENDING}
+        tab.evaluate("async (text) => load(new File([text], 'x.json'))", json.dumps(data))
+        turn = ask(tab, "And then?", max_tokens=6)
+        open_token(tab, turn, 4)
+        tab.locator("#heads >> text=probability").first.click()
+        tab.wait_for_selector("#heads b.p")
+        tab.evaluate("look({ head: [1, 2], key: 5 })")
+        settle(tab)
+        tab.evaluate("put('status')")
+        shown = tab.evaluate(SHOWN)
+        tab.click("#open-export")
+        with tab.expect_download() as found:
+            tab.click("[data-export=view]")
+        assert "holds the conversation" in tab.inner_text("#exported")
+        found.value.save_as(tmp_path / "view.html")
+        text = (tmp_path / "view.html").read_text("utf-8")
+    sent: list[str] = []
+    file = show((tmp_path / "view.html").as_uri(), expected="TrustedHTML")
+    file.on("request", lambda request: sent.append(request.url))
+    settle(file)
+    assert file.evaluate(SHOWN) == shown
+    for name in ("lens", "prompt", "why"):
+        file.click(f"#tabs [data-tab={name}]")
+    assert file.evaluate(SHOWN) == shown
+    assert "saved" in file.inner_text("#banner")
+    assert file.locator("#send:visible, #off:visible, .foot button:visible, .asked button:visible").count() == 0
+    file.keyboard.press("Tab")
+    for key in ("ArrowLeft", "ArrowRight"):  # another word has its alternatives, but its inside was not computed
+        file.keyboard.press(key)
+        file.wait_for_timeout(50)
+        assert ("without a server" in file.inner_text("#waiting")) == (key == "ArrowLeft")
+        assert file.locator("#alternatives .row").count() == len(turn["tokens"][file.evaluate("chosen.i")]["top"]) + 1
+    settle(file)
+    assert file.evaluate(SHOWN) == shown
+    file.evaluate("again(current())")
+    assert "without" in file.inner_text("#status")
+    assert len(file.evaluate("turns")) == 3
+    assert file.locator("img").count() == 0
+    blocked = "() => { try { document.body.innerHTML = 'x'; return 'set'; } catch (error) { return error.name; } }"
+    assert file.evaluate(blocked) == "TypeError"
+    assert (sent, file.title()) == ([], "tiny · clearllama")
+    policy = re.search(r'Content-Security-Policy" content="([^"]+)"', text)
+    assert policy
+    for tag in ("script", "style"):
+        (inside,) = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}'" in policy[1]
+    assert len(re.findall("</script>", text)) == 2
 
 
 @SLOW

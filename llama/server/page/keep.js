@@ -28,6 +28,14 @@ const settled = (request) => new Promise((resolve, reject) => {
   Object.assign(request, { onsuccess: () => resolve(request.result), onerror: () => reject(request.error) });
 });
 
+/** Open the store, and the conversation that this tab had. */
+async function openStore() {
+  const request = indexedDB.open("clearllama", 1), last = JSON.parse(sessionStorage.getItem("clearllama-conversation"));
+  request.onupgradeneeded = () => request.result.createObjectStore("conversations");
+  db = await settled(request).catch((error) => say(`This browser keeps no conversations: ${error.message}`));
+  if (db && last) [turns, key] = [(await settled(stored().get(last))) ?? turns, last];
+}
+
 const keep = (its) => sessionStorage.setItem("clearllama-conversation", JSON.stringify((key = its)));
 
 /** Store the conversation in place of its last state. If another tab has replaced that one, both remain. */
@@ -70,6 +78,8 @@ const EXPORTS = {
   },
   html: async (last) => ["trace.html", await delivered((await computed("page", last)).text()), "text/html", differs(last)],
   npz: async (last) => ["activations.npz", await delivered((await computed("activations", last)).blob()), "application/octet-stream", differs(last)],
+  view: async () => ["clearllama.html", withView(await delivered((await call("view.html")).text())), "text/html",
+    "The file holds the conversation as shown, and opens without a server."],
 };
 const computed = (kind, last) => call(`look/${kind}`, JSON.stringify({ ids: before(last).slice(-card.meta.traced) }));
 const differs = (last) => [count() > card.meta.traced && "Computed without the tokens before: its numbers differ from those of the panel.",
@@ -148,6 +158,21 @@ function view(short) {
   const listed = shown.map((turn, k) => ({ ...turn, n: k + 1, parent: k, children: shown[k + 1] ? [k + 2] : [], active: 0, source: null, tokens: words(turn) }));
   const open = chosen && { ...chosen, turn: shown.indexOf(openTurn()) + 1 };
   return { turns: [{ n: 0, children: [1], active: 0 }, ...listed], open, tab: id("panel").dataset.tab };
+}
+
+/** The page as a file, with the open view and what was computed for its open word in it. */
+function withView(page) {
+  const asked = chosen && inspection({}).replace(/"off".*/s, ""); // how the requests about the open word begin
+  const json = JSON.stringify({ ...view(false), card, seen: [...seen].filter(([body]) => chosen && body.startsWith(asked)) });
+  return page.replace('id="saved">', (tag) => tag + json.replaceAll("<", "\\u003c")); // no text can end the element
+}
+
+/** Show the view of this file. */
+async function openSaved() {
+  document.body.classList.add("saved");
+  for (const [body, found] of saved.seen) seen.set(body, found);
+  id("against").disabled = true;
+  await show(saved);
 }
 
 /** Copy a link whose part after # holds the open view. Browsers do not send this part. */

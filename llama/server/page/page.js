@@ -21,6 +21,7 @@ const CHATS = ["What is the capital of Japan?", "Why is the sky blue?", "Name th
 const TEXTS = ["In the beginning God", "And he said unto them,", "The capital of Japan is"];
 const ENDS = { length: "largest length", context: "context full", stopped: "stopped", gone: "server gone" }; // of an incomplete answer
 
+const saved = JSON.parse(id("saved")?.textContent ?? "null"); // the view that this file holds, if it was saved and has no server
 let card = null; // the model, from /v1/models
 let turns = [{ n: 0, children: [], active: 0 }]; // turn 0 is the root
 let chosen = null; // the open token: {turn, i}, and what was chosen in its panel: against, head, key
@@ -64,6 +65,7 @@ const delivered = (promise, signal) => promise.catch((error) => {
 });
 
 async function call(path, body, signal) {
+  if (saved) throw new Refused("This file holds one view and works without a server, so nothing else can be computed.");
   for (;;) {
     const headers = { "Content-Type": "application/json" };
     if (sessionStorage.getItem("clearllama-key")) headers.Authorization = `Bearer ${sessionStorage.getItem("clearllama-key")}`;
@@ -98,7 +100,7 @@ async function* events(response, signal) {
 }
 
 async function connect() {
-  card = (await delivered((await call("v1/models")).json())).data[0];
+  card = saved?.card ?? (await delivered((await call("v1/models")).json())).data[0];
   const { weights, template } = card.meta;
   drawSettings();
   put("about", make("b", {}, card.id), ` · ${weights}`);
@@ -114,7 +116,8 @@ function foreign() {
   const other = turns.slice(1).find((one) => one.model !== identity());
   const [its, own] = [`${other?.model}`, identity()].map((model) => plain(model.replace(/^(.*?)(?: \d+){4} (.*)$/s, "$1 ($2)")));
   const text = `Another model, ${its}, wrote answers of this conversation. This is ${own}; looks into those answers are off.`;
-  if (!lost) banner(other ? text : "");
+  if (saved) banner(`A view of an answer by ${own}, saved in ${card.meta.version}. It works without a server, so nothing else can be computed.`);
+  else if (!lost) banner(other ? text : "");
 }
 
 /** The message about an error: the server's, or that this page made the error, whose details are in the console. */
@@ -189,6 +192,7 @@ async function ask(question) {
 
 /** Another answer to the question of a turn, which begins with these tokens. */
 async function branch(turn, tokens, fields) {
+  if (saved) return say("Another answer needs a server: this file works without one.");
   while (running) await stop();
   const { question, system, prompt, seed, off, sampling } = turn, given = tokens.length;
   if (turn.model !== identity()) return;
@@ -445,11 +449,8 @@ async function start() {
   document.addEventListener("pointerdown", () => (keyed = false));
   addEventListener("pagehide", () => running && save());
   tab(innerWidth < 1000 ? "words" : "why");
-  const request = indexedDB.open("clearllama", 1), last = JSON.parse(sessionStorage.getItem("clearllama-conversation"));
-  request.onupgradeneeded = () => request.result.createObjectStore("conversations");
-  db = await settled(request).catch((error) => say(`This browser keeps no conversations: ${error.message}`));
-  if (db && last) [turns, key] = [(await settled(stored().get(last))) ?? turns, last];
-  await connect().then(openLink).catch((error) => failed(error, banner));
+  if (!saved) await openStore();
+  await connect().then(saved ? openSaved : openLink).catch((error) => failed(error, banner));
   addEventListener("hashchange", openLink);
   document.documentElement.dataset.ready = "";
 }

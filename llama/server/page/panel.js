@@ -4,7 +4,7 @@
 function select(n, i) {
   if (!turns[n].tokens[i]) return;
   if (chosen?.turn !== n || chosen.i !== i) {
-    chosen = { turn: n, i };
+    chosen = saved?.open?.turn === n && saved.open.i === i ? { ...saved.open } : { turn: n, i };
     say("");
   }
   document.body.classList.add("open", "found");
@@ -82,6 +82,7 @@ function take(k) {
 let request = null; // the pending request to /look/inside, if any
 /** Ask for the inside of the open token, unless it is known. */
 function look(changes = {}, view = "") {
+  if (saved && "head" in changes) changes = {}; // only what was open is in the file
   Object.assign(chosen, changes);
   if (view && innerWidth < 1000) tab(view);
   request?.abort();
