@@ -81,7 +81,7 @@ async function start() {
   const at = (t) => text(tokens.ids[t]);
   const bits = (nats) => nats / Math.LN2;
   const flat = (nested) => nested.flat(Infinity);
-  const answer = text(tokens.next_ids[T - 1][0]); // the most probable token after the text
+  const [answer, second] = tokens.next_ids[T - 1].map(text); // the most probable tokens after the text
   const opening = largest(heads.effects); // the head to start with
 
   // layer is an index into data.layers, the layers that ran. stage is the row of the lens: layer + 1, or 0 for the
@@ -303,11 +303,11 @@ async function start() {
   // ---------------------------------------------------------------------------------------------------- all heads
   const HEADS = {
     maps: { label: "maps", reads: "Each square is the attention map of a head. A strong left edge is attention to the first token, a strong diagonal to the token itself or the one before." },
-    sink: { label: "first token", reads: "The stronger the shade, the higher the weight on the first token, from none at 0 to full at 1.", of: heads.sink, most: 1, word: "weight on the first token" },
-    previous: { label: "token before", reads: "The stronger the shade, the higher the weight on the previous token, from none at 0 to full at 1.", of: heads.previous, most: 1, word: "weight on the token before" },
-    effects: { label: "effect on the answer", reads: "The stronger the shade, the more the head adds to the logit of the answer after the last token; heads that lower it have no shade.", of: heads.effects, most: Math.max(1e-9, ...flat(heads.effects)), word: "effect on the logit of the answer" },
+    sink: { label: "first token", reads: "The stronger the shade, the higher the weight on the first token, from none at 0 to full at 1.", of: heads.sink, most: 1 },
+    previous: { label: "token before", reads: "The stronger the shade, the higher the weight on the previous token, from none at 0 to full at 1.", of: heads.previous, most: 1 },
+    effects: { label: "effect on the answer", reads: "The stronger the shade, the more the head adds to the difference of the two logits; heads that lower it have no shade.", of: heads.effects, most: Math.max(1e-9, ...flat(heads.effects)) },
     spread: { label: "spread", reads: "The effective number of attended tokens, e to the power of the entropy of the weights: no shade is one token, full shade the largest number of all heads.",
-      of: heads.spread, most: Math.max(...flat(heads.spread)), least: 1, word: "attended tokens" },
+      of: heads.spread, most: Math.max(...flat(heads.spread)), least: 1 },
   };
   let headsBox = null;
   const picture = { key: "", image: null }; // cache of the small maps; drawn again only if size or colours change
@@ -373,7 +373,7 @@ async function start() {
     means.push(`itself ${share(heads.itself[l][h])}`);
     put("heads-readout", make("b", {}, `head ${data.layers[l]}.${h}`),
       `: mean weights: ${means.join(", ")}; attends to ${figures(heads.spread[l][h])} tokens; adds ${plus(heads.effects[l][h])} to the logit of `,
-      token(answer));
+      token(answer), " minus that of ", token(second));
   }
 
   // ----------------------------------------------------------------------------------------------------- one head
@@ -664,7 +664,7 @@ async function start() {
   Object.assign(chosen, { layer: opening[0], stage: opening[0] + 1, head: opening[1] });
   const first = bestKey(T - 1);
   put("opened", `The page opens on head ${data.layers[opening[0]]}.${opening[1]}: of all ${L * H} heads it has the largest direct effect on the logit of `,
-    token(answer), " after ", token(at(T - 1)), `, ${plus(heads.effects[opening[0]][opening[1]])}. There it attends most to `, token(at(first)),
+    token(answer), " minus that of ", token(second), " after ", token(at(T - 1)), `, ${plus(heads.effects[opening[0]][opening[1]])}. There it attends most to `, token(at(first)),
     `, with weight ${weight(root(bytes, T, H, ...opening, T - 1, first))}.`);
   drawAll();
   let waiting = 0;
