@@ -89,10 +89,9 @@ def run(args: argparse.Namespace) -> None:
         files.write_file(args.html, trace_page.render(facts, trace.packed_maps(traced.weights)))
         terminal.info(f"{args.html}: open it in a browser")
     text = trace.summary(facts)
-    if lens is not None:
+    if lens is not None and not args.json:
         with intervention.on(llm.model):
-            facts["jacobian_lens"] = rows = jacobian.facts(lens, llm, ids)
-        text += jacobian.summary(rows)
+            text += "\n" + jacobian.summary(lens, llm, ids)
     terminal.show(args, facts | {"attention": trace.attention_rows(traced.weights)} if args.json else facts, text)
 
 

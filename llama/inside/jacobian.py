@@ -168,21 +168,14 @@ def _jacobians(model: Transformer, ids: Sequence[int], layers: list[int], tick: 
     return found
 
 
-def facts(lens: JacobianLens, llm: Llama, ids: Sequence[int], top: int = 5) -> list[dict[str, Any]]:
-    """The most probable tokens that the lens reads from each layer at the last of `ids`, with their probabilities."""
+def summary(lens: JacobianLens, llm: Llama, ids: Sequence[int]) -> str:
+    """What the lens reads from each layer at the last of `ids`, as text for a terminal."""
     names = {layer: f"resid_post.{layer}" for layer in lens.matrices}
     with torch.inference_mode(), activations(llm, names.values()) as seen:
         llm.model.hidden(torch.tensor([ids], device=llm.model.norm.weight.device))
-        best = lens.logits(llm, {layer: seen[name][0, -1] for layer, name in names.items()}).softmax(-1).topk(top)
-    texts = [[llm.tokenizer.shown(id) for id in row] for row in best.indices.tolist()]
-    rows = zip(lens.matrices, best.indices.tolist(), texts, best.values.tolist(), strict=True)
-    return [dict(zip(("layer", "ids", "texts", "p"), row, strict=True)) for row in rows]
-
-
-def summary(rows: Sequence[Mapping[str, Any]]) -> str:
-    """`facts` as text for a terminal."""
-    lines = ["", "Jacobian lens: what each layer's output at the last token makes the model say", "layer  words"]
-    for row in rows:
-        words = ", ".join(f"{show(text)} {p:.2f}" for text, p in zip(row["texts"], row["p"], strict=True))
-        lines.append(f"{row['layer']:>5}  {words}")
+        p, best = lens.logits(llm, {layer: seen[name][0, -1] for layer, name in names.items()}).softmax(-1).topk(5)
+    lines = ["Jacobian lens: what each layer's output at the last token makes the model say later", "layer  words"]
+    for layer, values, row in zip(names, p.tolist(), best.tolist(), strict=True):
+        words = (f"{show(llm.tokenizer.shown(id))} {x:.2f}" for id, x in zip(row, values, strict=True))
+        lines.append(f"{layer:>5}  {', '.join(words)}")
     return "\n".join(lines) + "\n"

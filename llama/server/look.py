@@ -84,6 +84,7 @@ class Looks:
             **{"context": self.longest, "vocab_size": self.n_vocab, "parameters": config.n_params, "dtype": dtype},
             **{"traced": LONGEST_PAGE, "gridded": LONGEST_GRID},
             **{"weights": f"{weights}, {describe_devices(self.model).replace('cpu', 'CPU')}"},
+            **{"lens": self.lens and self.lens.n_prompts, "tied": config.tie_embeddings},
             "template": self.llm.chat_format is not None or self.llm.chat_template is not None,
             **{"version": __version__, "sampling": self.llm.sampling, "stop_ids": sorted(self.llm.tokenizer.stop_ids)},
         }
@@ -237,7 +238,7 @@ class Looks:
         found = {"token": self.token(token), "p": p, "difference": float(difference)}
         found |= {"effects": {name: float(value) for name, value in sums.items()}, "heads": strongest}
         found |= {"layers": mlps.tolist(), "by_token": [_short(x) for x in sources.sum((0, 1)).tolist()]}
-        words = lens[-1].topk(min(SHOWN_WORDS, self.n_vocab)).indices.tolist()
+        words = [*dict.fromkeys([*lens[-1].topk(min(SHOWN_WORDS, self.n_vocab)).indices.tolist(), token])]
         found |= {"words": [self.token(id) for id in words], "lens": self._lens(lens, token, words)}
         if self.lens is not None:
             moved = self.lens.logits(model, dict(enumerate(rows[1:])))[:, : self.n_vocab]  # (N, V)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import pickle
 from pathlib import Path
@@ -12,9 +13,13 @@ import torch
 from torch import Tensor
 
 from llama import inside
+from llama.cli import main
+from llama.cli.common import loading
 from llama.errors import CheckpointError, LlamaError, UsageError
-from llama.inside.jacobian import SKIPPED, JacobianLens, fit_jacobian_lens
+from llama.hub.models import FILE, SIZE
+from llama.inside.jacobian import SHIPPED, SKIPPED, JacobianLens, fit_jacobian_lens, summary
 from llama.model import Transformer
+from llama.text import Llama
 
 from .. import tiny
 
@@ -196,3 +201,45 @@ def test_a_plain_pickle_and_a_missing_file_are_refused(tmp_path: Path) -> None:
     for path, words in ((tmp_path / "lens.pt", "torch 1.6"), (tmp_path / "none.pt", "none.pt")):
         with pytest.raises(LlamaError, match=words):
             JacobianLens.read(path, tiny.model(DEEP))
+
+
+# --------------------------------------------------------------------------------------------------------- the command
+def test_the_command_fits_resumes_and_shows_a_lens(
+    tiny_gguf: Path, tiny_llm: Llama, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, text = tmp_path / "lens.pt", tmp_path / "text.txt"
+    text.write_text("".join(chr(97 + i * i % 26) for i in range(270)))
+    begin = tiny_llm.tokenizer.encode_prompt("")
+    ids, size = tiny_llm.tokenizer.encode_prompt(text.read_text())[len(begin) :], 128 - len(begin)
+    parts = [begin + ids[:size], begin + ids[size : 2 * size]]
+    command = ["trace", "-m", str(tiny_gguf), "-f", str(text), "--fit-lens", str(path)]
+    assert main(command) == 0
+    fitted = JacobianLens.read(path, tiny_llm)
+    one, both = fit_jacobian_lens(tiny_llm, parts)
+    assert fitted.n_prompts == 2
+    assert "fitted to 2 of 2 parts" in capsys.readouterr().err
+    torch.testing.assert_close(fitted.matrices[0], both.matrices[0], rtol=1e-3, atol=1e-4)
+    dataclasses.replace(one, metadata=fitted.metadata).write(path)
+    assert main(command) == 0
+    torch.testing.assert_close(JacobianLens.read(path, tiny_llm).matrices[0], both.matrices[0], rtol=2e-3, atol=2e-3)
+    assert "fitted to 1 of 2" not in capsys.readouterr().err
+    assert main([*command[:3], "-p", "another text " * 20, *command[5:]]) == 2
+    assert "fitted to another text or model" in capsys.readouterr().err
+    assert main(["trace", "-m", str(tiny_gguf), "abc", "--lens", str(path)]) == 0
+    ids = tiny_llm.tokenizer.encode_prompt("abc")
+    assert summary(JacobianLens.read(path, tiny_llm), tiny_llm, ids) in capsys.readouterr().out
+
+
+def test_only_the_default_model_has_a_lens_of_its_own(tmp_path: Path, tiny_gguf: Path) -> None:
+    args = argparse.Namespace(lens=None, model=str(tiny_gguf), adapter=[], rope_scaling=None, rope_theta=None)
+    assert loading.read_lens(args, tiny.model()) is None
+    args.model = str(tmp_path / FILE)
+    with open(args.model, "wb") as file:
+        file.truncate(SIZE)
+    lens = loading.read_lens(args, tiny.model())
+    assert lens is not None
+    assert {matrix.shape for matrix in lens.matrices.values()} == {(576, 576)}
+    assert SHIPPED.stat().st_size < 4e6
+    for option, value in (("adapter", ["x"]), ("rope_theta", 1e5), ("rope_scaling", {"rope_type": "ntk"})):
+        changed = argparse.Namespace(**{**vars(args), option: value})
+        assert loading.read_lens(changed, tiny.model()) is None

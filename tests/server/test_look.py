@@ -21,6 +21,7 @@ from llama.generation.batch import Batch
 from llama.generation.structured import compile_grammar
 from llama.inside.hooks import Place, activations, patch
 from llama.inside.intervene import ablated
+from llama.inside.jacobian import JacobianLens
 from llama.sampling import SamplingParams
 from llama.server.app import PAGE
 from llama.server.engine import Look
@@ -257,6 +258,30 @@ def test_lens_and_effects_add_up_to_the_models_own_logits(server: Running, tiny_
     off = post(server, "/look/inside", ids=ids, token=token, off=[found["heads"][0]["head"]]).json()
     with ablated(tiny_llm.model, [tuple(found["heads"][0]["head"])]):
         assert off["p"] == pytest.approx(softmax(next_logits(tiny_llm, ids))[token], abs=1e-5)
+
+
+def test_both_lenses_are_the_readouts_of_the_layers(tiny_llm: Llama) -> None:
+    model, ids, n_vocab = tiny_llm.model, tiny_llm.encode_chat(MESSAGES), tiny_llm.tokenizer.n_vocab
+    J = torch.randn(64, 64, generator=torch.Generator().manual_seed(6))
+    looks = Looks(tiny_llm, "tiny", JacobianLens({0: J}, 3))
+    token = int(np.argsort(-next_logits(tiny_llm, ids))[40])
+    *_, found = looks.inside(ids, (), {"token": token})
+    assert (looks.meta()["lens"], looks.meta()["tied"]) == (3, False)
+    with activations(model, "resid_post.0") as seen:
+        model(torch.tensor([ids]))
+    h = seen["resid_post.0"][0, -1].double()
+    words = [*np.argsort(-next_logits(tiny_llm, ids))[:5], token]
+    assert [word["id"] for word in found["words"]] == words
+    assert [one["layer"] for one in found["jacobian"]] == [0]
+    for moved, row in ((h, found["lens"][1]), (J.double() @ h, found["jacobian"][0])):
+        moved = moved / (moved.square().mean() + model.norm.eps).sqrt() * model.norm.weight
+        logits = (model.output.weight.double() @ moved)[:n_vocab].detach().numpy()
+        p, order = softmax(logits), np.argsort(-logits)
+        assert [one["id"] for one in row["top"]] == order[:3].tolist()
+        assert [one["p"] for one in row["top"]] == pytest.approx(p[order[:3]].tolist(), abs=1e-5)
+        assert row["p"] == pytest.approx(p[token], abs=1e-5)
+        assert row["rank"] == row["ranks"][-1] == 1 + order.tolist().index(token)
+        assert row["ranks"] == [1 + order.tolist().index(word) for word in words]
 
 
 @pytest.mark.parametrize("sign", [1, -1])

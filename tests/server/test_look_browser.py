@@ -499,7 +499,7 @@ def test_the_inside_that_is_shown_adds_up(show: Open, tiny_llm: Llama) -> None:
     assert "rounding" not in sums
     tab.click("#tabs [data-tab=lens]")
     last = tab.locator("#layers p").last
-    assert last.locator("b").first.inner_text() == "1"
+    assert last.locator("> span").first.inner_text() == "1"
     assert last.locator(".guess").first.inner_text().endswith(share(float(logits.softmax(-1).max())))
     tab.click("#tabs [data-tab=why]")
     for key in (0, 5, len(text) - 1):

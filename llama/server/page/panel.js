@@ -433,14 +433,6 @@ function drawPairs() {
   put("pairs", plot.svg);
 }
 
-function drawLens() {
-  const one = openTurn().tokens[chosen.i];
-  const cells = (row) => row.top.map((other) => make("span", { class: other.id === one.id ? "guess right" : "guess" }, spelled(other), ` ${share(other.p < 0.0005 ? 0 : other.p)}`));
-  put("layers", make("p", { class: "heading" }, make("b", {}, "layer"), make("span", {}, "most probable"), make("b", {}, "rank of ", named(one))),
-    ...inside.lens.map((row, i) => make("p", { class: row.rank === 1 ? "won" : "" }, make("b", {}, i ? i - 1 : "start"), make("span", {}, ...cells(row)),
-      make("b", {}, thousands(row.rank)))));
-}
-
 function tab(name) {
   id("panel").dataset.tab = name;
   for (const button of id("tabs").children) {
@@ -448,7 +440,7 @@ function tab(name) {
     button.setAttribute("aria-selected", open);
     button.tabIndex = open ? 0 : -1;
   }
-  if (inside) drawPairs(); // a hidden chart has no width
+  if (inside) [drawPairs, drawCurves].forEach((draw) => draw()); // a hidden chart has no width
 }
 
 /** Let arrow keys move among the buttons of an element: to the left and right, and by so many up and down. */
