@@ -201,7 +201,7 @@ function drawSentence() {
   if (!chosen.known) return;
   const [embedding, heads, mlps] = ["embedding", "heads", "mlps"].map((part) => side() * inside.effects[part]), total = losses(), own = total ?? direct();
   const [[most, layer]] = inside.layers.map((x, i) => [side() * x, i]).sort(([a], [b]) => b - a), [word, less] = pair().map(named);
-  const read = bySize(words().filter((all) => all[0] && CONTINUED.test(textAt(all.at(-1)))).map((all) =>
+  const read = bySize(words().filter((all) => CONTINUED.test(textAt(all.at(-1)))).map((all) =>
     [total ? bySize(all.map((position) => [own[position]]))[0][0] : all.reduce((sum, position) => sum + own[position], 0), all]));
   const [first, second] = read, size = Math.abs(inside.difference);
   id("sentence").append(...(side() < 0 ? ["The model preferred ", make("b", {}, word.cloneNode(true)), ". "] : []),
