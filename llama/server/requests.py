@@ -202,7 +202,7 @@ def _inside(body: Mapping[str, Any], most: int, llm: Llama) -> tuple[list[int], 
 
 
 def parse_page(body: Mapping[str, Any], llm: Llama, model: str) -> list[int]:
-    """The ids of a body of /look/page. Raises UsageError."""
+    """The ids of a body of /look/page or /look/activations. Raises UsageError."""
     body = _fields(body, {"model": object, "ids": list}, model)
     return _check_look(_ids("ids", body.get("ids"), llm), LONGEST_PAGE)
 

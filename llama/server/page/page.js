@@ -21,6 +21,7 @@ const CHATS = ["What is the capital of Japan?", "Why is the sky blue?", "Name th
 const TEXTS = ["In the beginning God", "And he said unto them,", "The capital of Japan is"];
 const ENDS = { length: "largest length", context: "context full", stopped: "stopped", gone: "server gone" }; // of an incomplete answer
 
+const saved = JSON.parse(id("saved")?.textContent ?? "null"); // the view that this file holds, if it was saved and has no server
 let card = null; // the model, from /v1/models
 let turns = [{ n: 0, children: [], active: 0 }]; // turn 0 is the root
 let chosen = null; // the open token: {turn, i}, and what was chosen in its panel: against, head, key
@@ -64,6 +65,7 @@ const delivered = (promise, signal) => promise.catch((error) => {
 });
 
 async function call(path, body, signal) {
+  if (saved) throw new Refused("This file holds one view and works without a server, so nothing else can be computed.");
   for (;;) {
     const headers = { "Content-Type": "application/json" };
     if (sessionStorage.getItem("clearllama-key")) headers.Authorization = `Bearer ${sessionStorage.getItem("clearllama-key")}`;
@@ -98,16 +100,24 @@ async function* events(response, signal) {
 }
 
 async function connect() {
-  card = (await delivered((await call("v1/models")).json())).data[0];
+  card = saved?.card ?? (await delivered((await call("v1/models")).json())).data[0];
   const { weights, template } = card.meta;
   drawSettings();
   put("about", make("b", {}, card.id), ` · ${weights}`);
   document.title = `${card.id} · clearllama`;
-  const foreign = turns.slice(1).some((one) => one.model !== identity());
-  banner(foreign ? `Another model wrote answers of this conversation. This is ${card.id}; looks into those answers are off.` : "");
+  foreign();
   draw();
   drawStored();
   put("samples", ...(template ? CHATS : TEXTS).map((text) => press(text, () => ask(text))));
+}
+
+/** Say which other model wrote answers of this conversation. */
+function foreign() {
+  const other = turns.slice(1).find((one) => one.model !== identity());
+  const [its, own] = [`${other?.model}`, identity()].map((model) => plain(model.replace(/^(.*?)(?: \d+){4} (.*)$/s, "$1 ($2)")));
+  const text = `Another model, ${its}, wrote answers of this conversation. This is ${own}; looks into those answers are off.`;
+  if (saved) banner(`A view of an answer by ${own}, saved in ${card.meta.version}. It works without a server, so nothing else can be computed.`);
+  else if (!lost) banner(other ? text : "");
 }
 
 /** The message about an error: the server's, or that this page made the error, whose details are in the console. */
@@ -128,10 +138,10 @@ async function gone(turn) {
 }
 
 // -------------------------------------------------------------------------------------------------------------- the tree
-/** The turns that are shown, from the first to the last. */
-function path() {
+/** The turns of a tree that are shown, from the first to the last. */
+function path(tree = turns) {
   const shown = [];
-  for (let one = turns[0]; one.children.length;) shown.push(one = turns[one.children[one.active]]);
+  for (let one = tree[0]; one.children.length;) shown.push(one = tree[one.children[one.active]]);
   return shown;
 }
 
@@ -161,7 +171,9 @@ const contents = (turn) => messages(turn).map((one) => one.content).join("");
 function count() {
   const last = path().at(-1), used = last ? last.prompt.length + last.tokens.length : 0;
   put("count", `${thousands(used)} / ${thousands(card.meta.context)} tokens`);
-  put("trace", used > card.meta.traced ? `trace.html of the last ${card.meta.traced} tokens` : "trace.html of this text");
+  const part = used > card.meta.traced ? `the last ${card.meta.traced} tokens` : "this text";
+  put("trace", `trace.html of ${part}`);
+  put("npz", `activations (.npz) of ${part}`);
   return used;
 }
 
@@ -180,6 +192,7 @@ async function ask(question) {
 
 /** Another answer to the question of a turn, which begins with these tokens. */
 async function branch(turn, tokens, fields) {
+  if (saved) return say("Another answer needs a server: this file works without one.");
   while (running) await stop();
   const { question, system, prompt, seed, off, sampling } = turn, given = tokens.length;
   if (turn.model !== identity()) return;
@@ -379,6 +392,7 @@ const ACTIONS = {
   tab: (value) => tab(value),
   key: (value) => look({ head: inside.head.head, key: Number(value) }),
   export: exportAs,
+  link: copyLink,
   open: (value) => id(value).showModal(),
   new: () => replace([{ n: 0, children: [], active: 0 }]),
   close: unselect,
@@ -440,11 +454,9 @@ async function start() {
   addEventListener("pagehide", () => running && save());
   startPanel();
   tab(innerWidth < 1000 ? "words" : "why");
-  const request = indexedDB.open("clearllama", 1), last = JSON.parse(sessionStorage.getItem("clearllama-conversation"));
-  request.onupgradeneeded = () => request.result.createObjectStore("conversations");
-  db = await settled(request).catch((error) => say(`This browser keeps no conversations: ${error.message}`));
-  if (db && last) [turns, key] = [(await settled(stored().get(last))) ?? turns, last];
-  await connect().catch((error) => failed(error, banner));
+  if (!saved) await openStore();
+  await connect().then(saved ? openSaved : openLink).catch((error) => failed(error, banner));
+  addEventListener("hashchange", openLink);
   document.documentElement.dataset.ready = "";
 }
 

@@ -4,7 +4,7 @@
 function select(n, i) {
   if (!turns[n].tokens[i]) return;
   if (chosen?.turn !== n || chosen.i !== i) {
-    chosen = { turn: n, i };
+    chosen = saved?.open?.turn === n && saved.open.i === i ? { ...saved.open } : { turn: n, i };
     say("");
   }
   document.body.classList.add("open", "found");
@@ -49,6 +49,7 @@ function drawWords() {
   put("chosen", named(one), make("small", {}, ` position ${turn.prompt.length + chosen.i}`));
   id("own").value = "";
   drawSentence();
+  put("linked", one.left ? "" : "A link holds all alternatives, and what the filters did, for the word only that was open.");
   put("alternatives", ...[...top, { p: rest("p"), q: rest("q") }].map((other, k) => {
     const current = other.id === one.id, cutHere = other.cut && k && !top[k - 1].cut;
     const row = press("", () => take(k), { class: `row ${k < SHOWN || current ? "" : "extra"} ${cutHere ? "cut-here" : ""}`, "aria-current": current });
@@ -90,6 +91,7 @@ const SHOWN = 5, PARTS = 8; // alternatives and rows of Why that are shown at fi
 let request = null; // the pending request to /look/inside, if any
 /** Ask for the inside of the open token, unless it is known. */
 function look(changes = {}, view = "") {
+  if (saved && "head" in changes) changes = {}; // only what was open is in the file
   Object.assign(chosen, changes);
   if (view) tab(view);
   request?.abort();
