@@ -114,7 +114,7 @@ function inspection(fields) {
 }
 
 async function inspect(body, show, tell, signal, kind = "inside") {
-  const name = kind === "inside" ? body : `${kind} ${body}`;
+  const name = kind === "inside" ? body : `${body} ${kind}`;
   try {
     if (!seen.has(name)) seen.set(name, await delivered((await call(`look/${kind}`, body, signal)).json(), signal));
     if (seen.size > 50) seen.delete(seen.keys().next().value);
@@ -124,10 +124,13 @@ async function inspect(body, show, tell, signal, kind = "inside") {
   }
 }
 
+/** Whether the inside is that of the open word. */
+const known = () => Boolean(inside && chosen?.known);
+
 /** Show why the inside is not there. */
 function wait(text) {
   if (text) {
-    inside = chosen.known = null;
+    inside = null;
     markSources();
   }
   put("waiting", text);
@@ -159,7 +162,7 @@ const bySize = (rows) => rows.sort(([a], [b]) => Math.abs(b) - Math.abs(a));
 /** What the heads add directly, by source token. */
 const direct = () => inside.by_token.map((x) => side() * x);
 /** What the difference loses if the last token does not read a token, for each of them; null until it is known. */
-const losses = () => seen.get(`sources ${sourcesBody()}`)?.without.map((x) => side() * (inside.difference - x)) ?? null;
+const losses = () => seen.get(`${sourcesBody()} sources`)?.without.map((x) => side() * (inside.difference - x)) ?? null;
 const sourcesBody = () => inspection({ against: chosen.against });
 
 const CONTINUED = /[\p{L}\p{M}\p{N}]$/u, CONTINUES = /^(?!\p{Ideographic}|[\u0e00-\u0eff\u3040-\u30ff])[\p{L}\p{M}\p{N}]/u;
@@ -200,7 +203,7 @@ function whereabouts(position) {
 function drawSentence() {
   const one = openTurn().tokens[chosen.i], name = make("b", {}, named(one));
   put("sentence", ...(one.forced ? ["You chose ", name, `; the model gave it ${percent(one.p)}. `] : [name, `, ${percent(one.p)}. `]));
-  if (!chosen.known) return;
+  if (!known()) return;
   const [embedding, heads, mlps] = ["embedding", "heads", "mlps"].map((part) => side() * inside.effects[part]), total = losses(), own = total ?? direct();
   const [[most, layer]] = inside.layers.map((x, i) => [side() * x, i]).sort(([a], [b]) => b - a), [word, less] = pair().map(named);
   const read = bySize(words().filter((all) => CONTINUED.test(textAt(all.at(-1)))).map((all) =>
@@ -297,8 +300,8 @@ function markSources() {
     for (const name of ["style", "title", "aria-description", "data-sign"]) node.removeAttribute(name);
   }
   for (const node of document.querySelectorAll(".question:has([data-source])")) node.replaceChildren(node.textContent);
-  document.body.classList.toggle("sourced", Boolean(chosen?.known));
-  if (!chosen?.known) return;
+  document.body.classList.toggle("sourced", known());
+  if (!known()) return;
   const turn = openTurn(), question = document.querySelector(`#turn-${turn.n} .question`), decode = decoder(), found = asked(turn), text = turn.question;
   if (found.length) {
     const [before_, after] = [/^\s*/.exec(text)[0], /\s*$/.exec(text)[0]];
