@@ -259,6 +259,64 @@ def test_lens_and_effects_add_up_to_the_models_own_logits(server: Running, tiny_
         assert off["p"] == pytest.approx(softmax(next_logits(tiny_llm, ids))[token], abs=1e-5)
 
 
+@pytest.mark.parametrize("off", [[], [[0, 1], [1, 4]]])  # 4 is the MLP layer
+def test_contributions_by_source_are_those_of_the_weights_and_sum_to_the_difference(
+    server: Running, tiny_llm: Llama, off: list[list[int]]
+) -> None:
+    ids, model = tiny_llm.encode_chat(MESSAGES), tiny_llm.model
+    token, against = np.argsort(-next_logits(tiny_llm, ids))[[0, 3]].tolist()
+
+    def zeroed(x: torch.Tensor, at: Place) -> torch.Tensor:
+        return x * 0 if at.name == "mlp_out.1" else x * torch.tensor([1, 0, 1, 1])[:, None]
+
+    changes = {"mlp_out.1": zeroed, "z.0": zeroed} if off else {}
+    with patch(model, changes), activations(model, ["embed", "pattern.*", "v.*", "mlp_out.*", "resid_post.1"]) as seen:
+        logits = model(torch.tensor([ids]))[0, -1].double()
+    last = {name: tensor[0, -1].double() for name, tensor in seen.items()}
+    scale = (last["resid_post.1"].square().mean() + model.norm.eps) ** -0.5
+    rows = model.output.weight.double()
+    direction = (rows[token] - rows[against]) * model.norm.weight.double() * scale  # (C,)
+    sources = []
+    for layer, block in enumerate(model.layers):
+        wo: Any = block.get_parameter("attention.wo.weight").double().unflatten(1, (4, -1))  # (C, H, D)
+        values = seen[f"v.{layer}"][0].double().repeat_interleave(2, 1)  # (S, H, D): 2 heads share a value
+        weights = seen[f"pattern.{layer}"][0, :, -1].double()  # (H, S)
+        sources.append(torch.einsum("hs,shd,chd,c->hs", weights, values, wo, direction))
+    effects = torch.stack(sources)  # (L, H, S)
+    if off:
+        effects[0, 1] = 0
+    layers = [float(last[f"mlp_out.{layer}"] @ direction) for layer in range(2)]
+    found = post(server, "/look/inside", ids=ids, token=token, against=against, off=off).json()
+    assert found["by_token"] == pytest.approx(effects.sum((0, 1)).tolist(), abs=1e-4)
+    assert found["layers"] == pytest.approx(layers, abs=1e-4)
+    for one in found["heads"]:
+        own = effects[tuple(one["head"])]
+        assert one["effect"] == pytest.approx(float(own.sum()), abs=1e-4)
+        assert sorted((abs(x) for _, x in one["sources"]), reverse=True) == pytest.approx(
+            own.abs().topk(3).values.tolist(), abs=1e-4
+        )
+        assert [x for _, x in one["sources"]] == pytest.approx([float(own[s]) for s, _ in one["sources"]], abs=1e-4)
+    parts = sum(found["by_token"]) + sum(found["layers"]) + float(last["embed"] @ direction)
+    assert parts == pytest.approx(found["difference"], abs=1e-4)
+    assert found["difference"] == pytest.approx(float(logits[token] - logits[against]), abs=1e-4)
+
+
+def test_a_head_that_is_asked_for_is_listed_and_that_of_the_more_probable_token_is_the_first(
+    tiny_llm: Llama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llama.server.look.SHOWN_HEADS", 2)
+    ids = tiny_llm.encode_chat(MESSAGES)
+    more, less = np.argsort(-next_logits(tiny_llm, ids))[[0, 3]].tolist()
+    looks, effects = Looks(tiny_llm, "tiny"), dict[tuple[int, int], float]()
+    for layer, head in np.ndindex(2, 4):
+        *_, found = looks.inside(ids, (), {"token": more, "against": less, "head": [layer, head]})
+        (effects[layer, head],) = [one["effect"] for one in found["heads"] if one["head"] == [layer, head]]
+    best = max(effects, key=lambda at: effects[at])
+    for token, against in ((more, less), (less, more)):
+        *_, found = looks.inside(ids, (), {"token": token, "against": against})
+        assert found["heads"][0]["head"] == found["head"]["head"] == [*best]
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_head_in_detail_adds_most_or_has_the_largest_effect_and_is_listed(
     tiny_llm: Llama, monkeypatch: pytest.MonkeyPatch, sign: int
@@ -443,6 +501,8 @@ def test_other_clients_of_the_default_model_notice_nothing(default_llm: Llama) -
         ("inside", {"ids": [5], "head": [2, 0]}, "a layer must be"),
         ("inside", {"ids": [5], "key": 1}, "key must be"),
         ("inside", {"ids": [5], "off": [[0]]}, "off must hold pairs"),
+        ("inside", {"ids": [5], "off": [[0, 5]]}, "a head must be"),
+        ("inside", {"ids": [5], "head": [0, 4]}, "a head must be"),
         ("inside", {"ids": [5] * 300}, "the prompt has 300 tokens"),
         ("answer", {"ids": [5] * 250, "answer": [5] * 6}, "256"),
         ("answer", {"ids": [5], "messages": MESSAGES}, "one of messages, prompt and ids"),

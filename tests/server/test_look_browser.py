@@ -610,7 +610,9 @@ def test_an_opened_word_is_told_by_what_the_last_token_read(show: Open, tiny_llm
         changes = [abs(real - difference(position)) for position in range(len(text))]
         groups = [group for group in tab.evaluate("words()") if tab.evaluate(f"CONTINUED.test(textAt({group[-1]}))")]
         best = max(groups, key=lambda group: max(changes[position] for position in group))
-        found = re.search(r"Of the earlier words, .*? would be (−?\d+\.\d\d), not (\d+\.\d\d)", tab.inner_text("#sentence"))
+        found = re.search(
+            r"Of the earlier words, .*? would be (−?\d+\.\d\d), not (\d+\.\d\d)", tab.inner_text("#sentence")
+        )
         assert found
         assert int(tab.locator("#sentence sub").first.inner_text()) == best[0]
         side, worst = (1 if real >= 0 else -1), max(best, key=lambda position: changes[position])
@@ -633,7 +635,7 @@ def test_the_grid_in_the_page_is_that_of_the_server(show: Open, tiny_llm: Llama)
         tab.click("#compute")
         tab.wait_for_selector("#grid button")
         response = requests.post(f"{tab.url}look/grid", json={**sent, "mean": mean}, timeout=PATIENCE)
-        grid = json.loads(response.text.split("data: ")[-1])
+        *_, grid = [json.loads(part[6:]) for part in response.text.split("\n\n") if part.startswith("data: ")]
         side = 1 if grid["difference"] >= 0 else -1
         for measure in ("direct", "total", "previous", "first"):
             tab.select_option("#measure", measure)
@@ -650,7 +652,7 @@ def test_the_grid_in_the_page_is_that_of_the_server(show: Open, tiny_llm: Llama)
     assert tab.locator("#parts [aria-expanded=true] b").inner_text() == "1.2"
     tab.route("**/look/grid", lambda route: None)
     tab.set_checked("#mean", False)
-    tab.evaluate("seen.delete(gridBody())")
+    tab.evaluate("seen.delete(gridBody()) && drawGrid()")
     tab.click("#compute")
     assert tab.is_visible("#gridded")
     tab.click("#stop-grid")
@@ -1451,7 +1453,7 @@ def test_the_first_minute_on_the_default_model(show: Open, default_llm: Llama) -
         assert tab.evaluate("id('against').selectedOptions[0].textContent") == "␣Tokyo"
         assert "The model preferred Tokyo" in tab.inner_text("#sentence")
         named = tab.inner_text("#parts [aria-expanded=true] b")
-        tab.click("#tabs [data-tab=head]")
+        tab.evaluate("tab('head')")
         assert tab.inner_text("#head-title").startswith(f"Head {named} ")
         tab.keyboard.press("[")
         settle(tab)

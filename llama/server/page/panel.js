@@ -176,7 +176,7 @@ function words() {
   });
   return found;
 }
-const wordAt = (all) => [named(all[1] ? { text: all.map(textAt).join("") } : at(all[0])), make("sub", {}, all[0])];
+const wordAt = (all) => [named(all[1] ? { text: all.map(textAt).join("").replace(/^(.{24}).+$/s, "$1…") } : at(all[0])), make("sub", {}, all[0])];
 
 /** The positions of the question in its prompt: [position, its bytes], none if they are not found there. */
 function asked(turn) {
