@@ -20,6 +20,7 @@ from ..attention import causal_mask
 from ..errors import NumericalError, UsageError
 from ..model import Transformer
 from ..text import Llama
+from .exact import float32_logits
 from .hooks import Place, activations, patch, transformer
 from .trace import head_readouts, readout_of, sink
 
@@ -118,7 +119,7 @@ def ablation_grid(
 
 def _difference(model: Transformer, h: Tensor, token: int, against: int) -> Tensor:
     """The difference of two logits: (B, C) -> (B,) float32."""
-    logits = model.output(model.norm(h)).float()  # (B, V)
+    logits = float32_logits(model, model.norm(h))  # (B, V)
     found: Tensor = logits[:, token] - logits[:, against]
     return found
 

@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -27,12 +27,14 @@ from ..engine.linears import describe_quantization
 from ..engine.nonfinite import locate
 from ..engine.placement import describe_devices
 from ..errors import LlamaError
-from ..generate import next_logits, prefill_chunks, room_for
+from ..generate import prefill_chunks, room_for
 from ..generation.answer import Job
 from ..generation.prefix import shared_prefix
 from ..inside import trace, trace_page
 from ..inside.ablation import ablation_grid
+from ..inside.exact import can_copy, float32_copy, float32_logits, rounding
 from ..inside.intervene import ablated
+from ..model import Transformer
 from ..sampling import Chooser, check_extreme, extreme
 from ..text import Llama
 from .engine import Steps
@@ -52,16 +54,27 @@ class Cached:
 
 
 class Looks:
-    """The looks into one model. Their caches are one for the model as it is, and one for it with heads switched off."""
+    """The looks into one model.
+
+    Answers are drawn from the model as it is served; what happens inside is computed in float32, if there is memory for
+    a copy. Each of the two models has a cache for it as it is, and one for it with heads switched off.
+    """
 
     def __init__(self, llm: Llama, name: str):
         self.llm, self.model, self.name = llm, llm.model, name
         self.n_vocab = llm.tokenizer.n_vocab
         self.token = Spelling(llm.tokenizer).entry
         self.longest = min(LONGEST_LOOK, llm.model.max_seq_len)
-        self.cached: dict[bool, Cached] = {}
+        self.cached: dict[tuple[bool, bool], Cached] = {}  # by: heads are off, exact
+        self.copied = rounding(llm.model) > 0 and can_copy(llm.model)
         if (watch := getattr(llm.model.runner, "watch", None)) is not None:
             watch.logged = True  # a user of the page can't act on this warning; the page shows the difference itself
+
+    @cached_property
+    @torch.inference_mode()
+    def exact(self) -> Transformer:
+        """The model that looks inside compute with. It is copied for the first of them, which takes about a second."""
+        return float32_copy(self.model) if self.copied else self.model
 
     def meta(self) -> dict[str, Any]:
         """What the page shows about the model."""
@@ -72,11 +85,12 @@ class Looks:
             **{"context": self.longest, "vocab_size": self.n_vocab, "parameters": config.n_params, "dtype": dtype},
             **{"traced": LONGEST_PAGE, "weights": f"{weights}, {describe_devices(self.model).replace('cpu', 'CPU')}"},
             "template": self.llm.chat_format is not None or self.llm.chat_template is not None,
+            **{"rounding": rounding(self.model), "exact": self.copied or not rounding(self.model)},
             **{"version": __version__, "sampling": self.llm.sampling, "stop_ids": sorted(self.llm.tokenizer.stop_ids)},
         }
 
-    def _switched(self, off: Heads) -> contextlib.AbstractContextManager[None]:
-        return ablated(self.model, off) if off else contextlib.nullcontext()
+    def _switched(self, off: Heads, model: Transformer | None = None) -> contextlib.AbstractContextManager[None]:
+        return ablated(model or self.model, off) if off else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _checked(self) -> Iterator[None]:
@@ -93,24 +107,25 @@ class Looks:
 
     @torch.inference_mode()
     def _feed(
-        self, ids: list[int], off: Heads, last: int = 0
-    ) -> Generator[dict[str, Any], None, tuple[Cached, Tensor | None]]:
+        self, ids: list[int], off: Heads, last: int = 0, model: Transformer | None = None
+    ) -> Generator[dict[str, Any], None, tuple[Cached, Any]]:
         """Feed ids, without the last ones, into the cache; it keeps what it holds of them.
 
         Yields how far it is after each chunk. Returns the cache and the hidden state (1, C) of the last id fed, if any.
         """
-        kept = self.cached.pop(bool(off), None)  # an error leaves no cache: it may hold NaN
-        if kept is None or kept.off != off or self.model.rope.by_length:
-            kept = Cached(off, self.model.new_cache(self.longest), [])
+        model = model or self.model
+        kept = self.cached.pop(key := (bool(off), model is not self.model), None)  # after an error it may hold NaN
+        if kept is None or kept.off != off or model.rope.by_length:
+            kept = Cached(off, model.new_cache(self.longest), [])
         shared, hidden = shared_prefix(kept.ids, ids), None
         kept.cache.trim(shared)
         kept.ids = ids[:shared]
-        chunks = prefill_chunks(self.model, ids[shared : len(ids) - last], kept.cache)
+        chunks = prefill_chunks(model, ids[shared : len(ids) - last], kept.cache)
         while True:
-            with self._switched(off):
+            with self._switched(off, model):
                 found = next(chunks, None)  # (1, T, C)
             if found is None:
-                self.cached[bool(off)] = kept
+                self.cached[key] = kept
                 return kept, hidden
             kept.ids, hidden = ids[: kept.cache.length], found[:, -1]
             yield {"read": len(kept.ids), "of": len(ids)}
@@ -138,11 +153,14 @@ class Looks:
             stream.feed(id)
         common = tokenizer.stop_ids, self.n_vocab, constraint, None, partial(locate, model)
         chooser = Chooser(ids, params, kept.cache.device, *common, start)
-        logits = model.output(hidden)[0].float()  # (V,)
         for step in range(room):
             with model.runner.threads(1), self._switched(off), self._checked():
                 if step > 0:
-                    logits = next_logits(model, chooser.text, kept.cache)  # (V,)
+                    if model.rope.restarts(kept.cache.length):
+                        kept.cache.trim(0)
+                    *_, states = prefill_chunks(model, chooser.text[kept.cache.length :], kept.cache)  # (1, T, C)
+                    hidden = states[:, -1]  # (1, C)
+                logits = float32_logits(model, hidden)[0]  # (V,)
                 report = chooser.stages(logits)
                 if forced := step < len(own):
                     chooser.check(float(extreme(logits)))
@@ -187,15 +205,15 @@ class Looks:
                 one; head: the one shown in detail (default: the best); key: one of its keys
         """
         token, against, head, key = (chosen.get(name) for name in ("token", "against", "head", "key"))
-        model = self.model
-        kept, _ = yield from self._feed(ids, off, last=1)
+        model = self.exact
+        kept, _ = yield from self._feed(ids, off, last=1, model=model)
         last = torch.tensor([ids[-1:]], device=kept.cache.device)  # (1, 1)
-        with self._switched(off), trace.recording(model) as seen:
-            logits = model(last, cache=kept.cache)[0, -1, : self.n_vocab]  # (V,)
+        with self._switched(off, model), trace.recording(model) as seen:
+            logits = float32_logits(model, model.hidden(last, cache=kept.cache)[0, -1])[: self.n_vocab]  # (V,)
         self._check(float(extreme(logits)), ids)
         token = int(logits.argmax()) if token is None else token
         rows = torch.stack([h[-1] for h in seen.hidden])  # (L + 1, C): the embedding, then each layer
-        lens = model.output(model.norm(rows)).float()[:, : self.n_vocab]  # (L + 1, V)
+        lens = float32_logits(model, model.norm(rows))[:, : self.n_vocab]  # (L + 1, V)
         direction = trace.readout(model, seen, token, against)  # (C,)
         values = [layer.floats()[1][0, :, : len(ids)] for layer in kept.cache.layers]  # (KV, S, D) for each layer
         sources = trace.source_effects(model, seen, direction, values)  # (L, H, S)
@@ -255,10 +273,10 @@ class Looks:
 
     def grid(self, ids: list[int], off: Heads, **options: Any) -> Steps:
         """How far the ablation grid is, then the grid; options as of `ablation_grid`."""
-        steps = ablation_grid(self.model, ids, **options)
+        steps = ablation_grid(self.exact, ids, **options)
         while True:
             try:
-                with self._switched(off):
+                with self._switched(off, self.exact):
                     done, count = next(steps)
             except StopIteration as end:
                 grid = dataclasses.asdict(end.value)
@@ -269,15 +287,16 @@ class Looks:
     @torch.inference_mode()
     def page(self, ids: list[int]) -> Steps:
         """A function that returns the page of `clearllama trace` on a text. It needs no hooks, only seconds."""
-        with trace.recording(self.model) as seen:
-            logits = self.model(torch.tensor([ids], device=self.model.norm.weight.device))[0]  # (T, V)
+        with trace.recording(self.exact) as seen:
+            logits = self.exact(torch.tensor([ids], device=self.exact.norm.weight.device))[0]  # (T, V)
         self._check(float(extreme(logits[-1])), ids)
         yield partial(self._render, ids, seen, logits)
 
     def _render(self, ids: list[int], seen: trace.Recording, logits: Tensor) -> str:
-        traced, meta = trace.evaluate(self.model, ids, seen, logits), self.meta()
-        about = {name: meta[name] for name in ("n_layers", "n_heads", "n_kv_heads", "head_dim", "dtype")}
-        about |= {"model": self.name, "prompt": self.llm.tokenizer.decode(ids)}
+        traced, meta = trace.evaluate(self.exact, ids, seen, logits), self.meta()
+        about = {name: meta[name] for name in ("n_layers", "n_heads", "n_kv_heads", "head_dim")}
+        about |= {"dtype": dtype_name(self.exact.norm.weight.dtype), "model": self.name}
+        about |= {"prompt": self.llm.tokenizer.decode(ids)}
         return trace_page.render(trace.facts(traced, self.llm.tokenizer, about), trace.packed_maps(traced.weights))
 
 

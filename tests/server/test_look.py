@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,16 +14,18 @@ import pytest
 import requests
 import torch
 
+from llama import loader
 from llama.generate import generate
 from llama.generation import batch
 from llama.generation.batch import Batch
 from llama.generation.structured import compile_grammar
 from llama.inside.hooks import activations
 from llama.inside.intervene import ablated
-from llama.sampling import SamplingParams
+from llama.sampling import SamplingParams, choose, random_generator
 from llama.server.app import PAGE
 from llama.server.engine import Look
 from llama.server.look import Looks
+from llama.system.memory import Room
 from llama.text import Llama
 from tests.server.serving import Running, running
 
@@ -231,6 +234,74 @@ def test_an_answer_with_a_head_off_is_that_of_the_ablated_model(server: Running,
         expected = tiny_llm.chat(MESSAGES, seed=5, max_new_tokens=20, temperature=1.0)
     assert ids_of(tokens)[: len(expected.tokens)] == expected.tokens != ids_of(plain[1])
     assert answer(server, messages=MESSAGES, seed=5, max_tokens=20, temperature=1.0) == plain
+
+
+# ----------------------------------------------------------------------------------------------------------- precision
+@pytest.fixture(scope="module")
+def half_llm(tiny_gguf: Path) -> Llama:
+    return loader.load(tiny_gguf, dtype="bfloat16", device="cpu")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_model_in_bfloat16_draws_from_logits_in_float32(half_llm: Llama, temperature: float) -> None:
+    """Its own logits have ties. Those here are a product in float64 of the same states with the same weights."""
+    model, n_vocab = half_llm.model, half_llm.tokenizer.n_vocab
+    (job,) = half_llm.prepare(
+        half_llm.encode_chat(MESSAGES), {"temperature": temperature, "seed": 4, "max_new_tokens": 12}
+    )
+    events = [event for event in Looks(half_llm, "tiny").answer(job, [], (), 20) if "top" in event]
+    cache, new, ties = model.new_cache(256), job.ids, 0
+    random = random_generator(job.params, torch.device("cpu"))
+    weight = model.output.weight.double().numpy()
+    for event in events:
+        h = model.hidden(torch.tensor([new]), cache=cache)[0, -1]  # (C,)
+        logits = (weight @ h.double().numpy())[:n_vocab]
+        p = softmax(logits)
+        assert [one["p"] for one in event["top"]] == pytest.approx([p[one["id"]] for one in event["top"]], abs=1e-6)
+        assert len({one["p"] for one in event["top"]}) == len(event["top"])
+        rounded = model.output(h)[[one["id"] for one in event["top"]]].tolist()
+        ties += len(rounded) - len({*rounded})
+        drawn, _ = choose(torch.tensor(logits).float(), job.params, [random], None, None)
+        assert event["id"] == int(drawn)
+        new = [event["id"]]
+    assert ties > 0
+
+
+def test_looks_inside_are_in_float32(half_llm: Llama, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, llm = half_llm.encode_chat(MESSAGES), loader.load(tiny_gguf, dtype="bfloat16", fast=False, device="cpu")
+    llm.model.float()
+    logits = next_logits(llm, ids)
+    token, against = np.argsort(-logits)[[0, 3]].tolist()
+    chosen = {"token": token, "against": against}
+    looks = Looks(half_llm, "tiny")
+    *_, found = looks.inside(ids, (), chosen)
+    *_, grid = looks.grid(ids, (), **chosen)
+    for one in (found, grid):
+        assert one["difference"] == pytest.approx(logits[token] - logits[against], abs=1e-4)
+    assert found["p"] == pytest.approx(softmax(logits)[token], abs=1e-5)
+    assert sum(found["effects"].values()) == pytest.approx(found["difference"], abs=1e-3)
+    assert (looks.meta()["exact"], looks.meta()["rounding"]) == (True, 0.06)
+    with monkeypatch.context() as full:
+        full.setattr("llama.inside.exact.free_memory", lambda device: Room(6 * llm.model.config.n_params, "are free"))
+        looks = Looks(half_llm, "tiny")
+    *_, rough = looks.inside(ids, (), chosen)
+    assert not looks.meta()["exact"]
+    assert rough["difference"] != found["difference"]
+    assert Looks(llm, "tiny").meta()["rounding"] == 0
+
+
+@pytest.mark.slow
+def test_looks_into_the_default_model_are_in_float32(default_gguf: Path, default_llm: Llama) -> None:
+    """Its packed weights round their inputs; the other model has the same weights, dequantized."""
+    llm = loader.load(default_gguf, device="cpu")
+    ids = llm.encode_chat([{"role": "user", "content": "What is the capital of Japan?"}])
+    logits = next_logits(default_llm, ids)
+    token, against = np.argsort(-logits)[[0, 1]].tolist()
+    looks = Looks(llm, "default")
+    *_, found = looks.inside(ids, (), {"token": token, "against": against})
+    assert found["p"] == pytest.approx(softmax(logits)[token], abs=5e-5)
+    assert found["difference"] == pytest.approx(logits[token] - logits[against], abs=5e-4)
+    assert abs(softmax(next_logits(llm, ids))[token] - found["p"]) < looks.meta()["rounding"]
 
 
 # ----------------------------------------------------------------------------------------------------------- the inside

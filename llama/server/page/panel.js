@@ -143,9 +143,10 @@ function drawInside(found) {
   put("sink", named(at(0)), make("sub", {}, 0));
   drawHeads();
   const rest = found.difference - embedding - heads - mlps, rounding = Math.abs(rest) > 0.02 ? `, rounding ${signed(rest)}` : "";
-  const drift = Math.abs(found.p - one.p) > 0.005 ? ` Computed again, its probability is ${share(found.p)}; it was drawn with ${share(one.p)}.` : "";
+  const drift = Math.abs(found.p - one.p) > 0.005 ? ` ${card.meta.exact ? "In float32" : "Computed again"}, its probability is ${share(found.p)}; it was drawn with ${share(one.p)}, by faster arithmetic.` : "";
   put("sums", named(one), ` is ${fixed(Math.abs(found.difference))} logits ${found.difference < 0 ? "behind" : "ahead of"} ${than}`,
     `: all ${count} heads together, for and against it, ${signed(heads)}, the MLPs ${signed(mlps)}, the embedding ${signed(embedding)}${rounding}.${drift}`);
+  if (!card.meta.exact && Math.abs(found.difference) < 1) put("sums", named(one), ` and ${than} are equally probable within the model’s rounding.${drift}`);
   drawHead();
   drawLens();
 }
