@@ -28,7 +28,7 @@ from .api import DISCONNECTED, Api, Format, Reply, Stream, refusal
 from .engine import COUNTED, Engine, Inbox, Look
 from .look import Looks
 from .openai import Chat, Completions
-from .requests import check_model, parse_answer, parse_body, parse_grid, parse_inspection, parse_page
+from .requests import check_model, parse_answer, parse_body, parse_grid, parse_inspection, parse_page, parse_patching
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class Server:
         get |= {"/v1/models/{id:path}": self.models, **dict.fromkeys(PAGE, self.page)}
         post: dict[str, Endpoint] = {path: partial(self.complete, api) for path, api in APIS.items()}
         post |= {"/look/answer": self.look_answer, "/look/inside": self.look_inside, "/look/page": self.look_page}
-        post |= {"/look/grid": self.look_grid}
+        post |= {"/look/grid": self.look_grid, "/look/patch": self.look_patch}
         routes = [Route(path, self._counted(path, endpoint)) for path, endpoint in get.items()]
         routes += [Route(path, self._counted(path, endpoint), methods=["POST"]) for path, endpoint in post.items()]
         app = Starlette(routes=routes, exception_handlers={HTTPException: _no_endpoint})
@@ -191,6 +191,10 @@ class Server:
 
     async def look_grid(self, request: Request) -> Response:
         look = Look(self.looks.grid(**await self._parsed(request, parse_grid)), self.engine)
+        return Stream(look.news(), look, EVENTS)
+
+    async def look_patch(self, request: Request) -> Response:
+        look = Look(self.looks.patching(**await self._parsed(request, parse_patching)), self.engine)
         return Stream(look.news(), look, EVENTS)
 
     async def look_page(self, request: Request) -> Response:

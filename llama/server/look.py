@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,7 +33,9 @@ from ..generation.prefix import shared_prefix
 from ..inside import trace, trace_page
 from ..inside.ablation import ablation_grid
 from ..inside.exact import can_copy, float32_copy, float32_logits, rounding
+from ..inside.hooks import Function, activations, patch
 from ..inside.intervene import ablated
+from ..inside.patching import patching_steps
 from ..model import Transformer
 from ..sampling import Chooser, check_extreme, extreme
 from ..text import Llama
@@ -41,6 +43,8 @@ from .engine import Steps
 from .requests import LONGEST_LOOK, LONGEST_PAGE, Heads
 from .spelling import Spelling
 
+T = TypeVar("T")
+Put = Mapping[str, Function]  # a change of the model, as of hooks.patch
 SHOWN_HEADS, SHOWN_ROWS = 8, 3  # best heads, most probable tokens in a row of the lens
 
 
@@ -89,8 +93,11 @@ class Looks:
             **{"version": __version__, "sampling": self.llm.sampling, "stop_ids": sorted(self.llm.tokenizer.stop_ids)},
         }
 
-    def _switched(self, off: Heads, model: Transformer | None = None) -> contextlib.AbstractContextManager[None]:
-        return ablated(model or self.model, off) if off else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def _switched(self, off: Heads, model: Transformer | None = None, put: Put | None = None) -> Iterator[None]:
+        model, nothing = model or self.model, contextlib.nullcontext()
+        with ablated(model, off) if off else nothing, patch(model, put) if put else nothing:
+            yield
 
     @contextlib.contextmanager
     def _checked(self) -> Iterator[None]:
@@ -107,14 +114,15 @@ class Looks:
 
     @torch.inference_mode()
     def _feed(
-        self, ids: list[int], off: Heads, last: int = 0, model: Transformer | None = None
+        self, ids: list[int], off: Heads, last: int = 0, model: Transformer | None = None, put: Put | None = None
     ) -> Generator[dict[str, Any], None, tuple[Cached, Any]]:
-        """Feed ids, without the last ones, into the cache; it keeps what it holds of them.
+        """Feed ids, without the last ones, into the cache; it keeps what it holds of them. `put` gets its own cache.
 
         Yields how far it is after each chunk. Returns the cache and the hidden state (1, C) of the last id fed, if any.
         """
         model = model or self.model
-        kept = self.cached.pop(key := (bool(off), model is not self.model), None)  # after an error it may hold NaN
+        key = bool(off), model is not self.model
+        kept = None if put else self.cached.pop(key, None)  # an error leaves no cache: it may hold NaN
         if kept is None or kept.off != off or model.rope.by_length:
             kept = Cached(off, model.new_cache(self.longest), [])
         shared, hidden = shared_prefix(kept.ids, ids), None
@@ -122,19 +130,31 @@ class Looks:
         kept.ids = ids[:shared]
         chunks = prefill_chunks(model, ids[shared : len(ids) - last], kept.cache)
         while True:
-            with self._switched(off, model):
+            with self._switched(off, model, put):
                 found = next(chunks, None)  # (1, T, C)
             if found is None:
-                self.cached[key] = kept
+                if not put:
+                    self.cached[key] = kept
                 return kept, hidden
             kept.ids, hidden = ids[: kept.cache.length], found[:, -1]
             yield {"read": len(kept.ids), "of": len(ids)}
 
     @torch.inference_mode()
-    def answer(self, job: Job, answer: list[int], off: Heads, top: int, own: Sequence[int] = ()) -> Steps:
+    def answer(
+        self,
+        job: Job,
+        answer: list[int],
+        off: Heads,
+        top: int,
+        own: Sequence[int] = (),
+        patch: Mapping[str, Any] | None = None,
+    ) -> Steps:
         """The events of an answer that begins with ids: the prompt, how far it is read, each new token, the end.
 
-        off  heads that are switched off;  top  alternatives for each token;  own  ids to take instead of drawn ones
+        off    heads that are switched off
+        top    alternatives for each token
+        own    ids to take instead of drawn ones
+        patch  other, layer, position: a vector of another text to put into this one, see `_from_other`
         """
         model, tokenizer, start = self.model, self.llm.tokenizer, len(job.ids)
         params, constraint, ids = job.params, job.constraint, [*job.ids, *answer]
@@ -147,14 +167,15 @@ class Looks:
         if ids[-1] in tokenizer.stop_ids:
             yield {"end": "stop"}
             return
-        kept, hidden = yield from self._feed(ids, off)
+        put = (yield from self._from_other(off, **patch)) if patch else None
+        kept, hidden = yield from self._feed(ids, off, put=put)
         stream = ThoughtStream(tokenizer, job.thoughts)
         for id in answer:
             stream.feed(id)
         common = tokenizer.stop_ids, self.n_vocab, constraint, None, partial(locate, model)
         chooser = Chooser(ids, params, kept.cache.device, *common, start)
         for step in range(room):
-            with model.runner.threads(1), self._switched(off), self._checked():
+            with model.runner.threads(1), self._switched(off, put=put), self._checked():
                 if step > 0:
                     if model.rope.restarts(kept.cache.length):
                         kept.cache.trim(0)
@@ -173,6 +194,18 @@ class Looks:
                 yield {"end": "stop"}
                 return
         yield {"end": "context" if len(chooser.text) >= self.longest else "length"}
+
+    def _from_other(
+        self, off: Heads, other: list[int], layer: int, position: int
+    ) -> Generator[dict[str, Any], None, Put]:
+        """The change that puts the residual stream of another text, before a layer at a token, into this text."""
+        kept, _ = yield from self._feed(other[: position + 1], off, last=1)
+        name, last = f"resid_pre.{layer}", torch.tensor([[other[position]]], device=kept.cache.device)  # (1, 1)
+        with torch.inference_mode(), self._switched(off), activations(self.model, name) as seen:
+            self.model.hidden(last, cache=kept.cache)
+        kept.cache.trim(position)
+        row = seen[name][0, 0]  # (C,)
+        return {name: lambda h, at: torch.where((at.positions == position)[..., None], row, h)}  # (1, T, C)
 
     def _drawn(self, id: int, report: dict[str, Tensor], top: int, greedy: bool) -> dict[str, Any]:
         """A drawn token and its most probable alternatives.
@@ -273,16 +306,24 @@ class Looks:
 
     def grid(self, ids: list[int], off: Heads, **options: Any) -> Steps:
         """How far the ablation grid is, then the grid; options as of `ablation_grid`."""
-        steps = ablation_grid(self.exact, ids, **options)
+        grid = yield from self._progress(ablation_grid(self.exact, ids, **options), off)
+        yield {name: x.tolist() if isinstance(x, Tensor) else x for name, x in dataclasses.asdict(grid).items()}
+
+    def _progress(self, steps: Generator[tuple[int, int], None, T], off: Heads) -> Generator[dict[str, int], None, T]:
         while True:
             try:
                 with self._switched(off, self.exact):
                     done, count = next(steps)
             except StopIteration as end:
-                grid = dataclasses.asdict(end.value)
-                yield {name: x.tolist() if isinstance(x, Tensor) else x for name, x in grid.items()}
-                return
+                found: T = end.value
+                return found
             yield {"done": done, "of": count}
+
+    def patching(self, ids: list[int], other: list[int], off: Heads, answers: tuple[int | None, int | None]) -> Steps:
+        """How far the patching grid is, then the grid, with tokens in place of ids; answers: of `other`, of `ids`."""
+        grid = yield from self._progress(patching_steps(self.exact, other, ids, answers), off)
+        words = {name: [*map(self.token, getattr(grid, name))] for name in ("source", "target", "answers")}
+        yield {**words, "differences": grid.differences, "layers": grid.layers, "restored": grid.restored.tolist()}
 
     @torch.inference_mode()
     def page(self, ids: list[int]) -> Steps:
