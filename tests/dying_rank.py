@@ -24,5 +24,5 @@ def fail(*inputs: Any) -> Any:
 
 
 if os.environ["RANK"] == RANK:
-    setattr(*((parallel.ShardedCheckpoint, "tensor") if PHASE == "load" else (parallel.RowParallel, "forward")), fail)
+    setattr(*((parallel.ShardedCheckpoint, "weight") if PHASE == "load" else (parallel.RowParallel, "forward")), fail)
 sys.exit(main())

@@ -52,6 +52,8 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
           "original_max_position_embeddings": 32}  # fmt: skip
 MULTIPLIERS = {"embedding_multiplier": 3.5, "attention_multiplier": 0.4, "residual_multiplier": 0.22,
                "logits_scaling": 1.7}  # fmt: skip
+DENSE = {"num_local_experts": 0, "shared_intermediate_size": 160, "position_embedding_type": "rope",
+         "layer_types": ["attention"] * 5}  # fmt: skip
 SCALED = {**YARN, "factor": 16.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1, "beta_fast": 32.0,
           "beta_slow": 1.0}  # fmt: skip
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3",
@@ -102,6 +104,7 @@ MODELS: list[tuple[str, dict[str, Any], bool]] = [
     ("Granite", {**MULTIPLIERS, "tie_word_embeddings": True}, False),
     ("Granite", {**MULTIPLIERS, "num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}, False),
     ("Granite", {"attention_multiplier": 0.2, "logits_scaling": 0.5, "head_dim": 24, "rope_parameters": YARN}, False),
+    ("GraniteMoeHybrid", {**MULTIPLIERS, "num_key_value_heads": 2, **DENSE}, False),
     ("Ministral3", {"head_dim": 24, "rope_parameters": SCALED, "tie_word_embeddings": True}, False),
     ("Mistral3", {"model_type": "ministral3", "rope_parameters": {**SCALED, "mscale_all_dim": 0.7}}, False),
     ("Mistral3", {"num_key_value_heads": 4, "tie_word_embeddings": True}, False),
@@ -289,6 +292,13 @@ def test_a_multiplier_that_is_missing_or_out_of_range(tmp_path: Path) -> None:
             load(tmp_path)
 
 
+def test_a_granite_in_gguf_needs_its_logit_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(GGUF_KEYS["granite"], "logit_scale")
+    write(tmp_path / "hf", "Granite", **MULTIPLIERS)
+    with pytest.raises(LlamaError, match=r"granite\.logit_scale"):
+        load(as_gguf(tmp_path / "hf", tmp_path / "x.gguf", "granite"))
+
+
 @pytest.mark.parametrize("original", [True, False])
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_language_model_is_read_without_its_vision_model(tmp_path: Path, original: bool, tied: bool) -> None:
@@ -386,6 +396,24 @@ def write_phi_gguf(path: Path, model: Any, type: str = "F32") -> Path:
     entries = {"general.architecture": "phi3", **{f"phi3.{key}": value for key, value in metadata.items()}}
     entries = {**dict.fromkeys(tiny.architecture()), **entries}
     return tiny.write_gguf(path, state={}, quantization=type, metadata=entries, extra=tensors)
+
+
+def test_a_text_config_without_a_model_type_is_a_mistral(tmp_path: Path) -> None:
+    model, config = write(tmp_path, "Mistral3"), tmp_path / "config.json"
+    settings = json.loads(config.read_text())
+    del settings["text_config"]["model_type"]
+    config.write_text(json.dumps(settings))
+    assert gap(load(tmp_path), model, 64) < 1e-4
+
+
+@pytest.mark.parametrize("changes", [{"num_local_experts": 4}, {"layer_types": ["attention", "mamba"]},
+                                     {"position_embedding_type": "nope"}], ids=str)  # fmt: skip
+def test_a_granite_4_that_is_no_llama_is_rejected(tmp_path: Path, changes: dict[str, Any]) -> None:
+    write(tmp_path, "GraniteMoeHybrid", **DENSE)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
+    with pytest.raises(LlamaError, match="granitemoehybrid"):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize("changes", PHI_MODELS, ids=str)

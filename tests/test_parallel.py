@@ -49,9 +49,8 @@ def write(folder: Path, config: ModelConfig, form: str = "gguf") -> Path:
     if form.startswith("meta"):
         return tiny.write_meta(folder / form, config, shards=int(form[4:]))
     kind = form if form.startswith("Q") else "F32"
-    source = tiny.write_gguf(
-        folder / "x.gguf", config, quantization=kind, metadata={"llama.vocab_size": config.vocab_size}
-    )
+    size = {f"{tiny.gguf_name(config)}.vocab_size": config.vocab_size}
+    source = tiny.write_gguf(folder / "x.gguf", config, quantization=kind, metadata=size)
     if form == "hf":
         convert(source, folder / form, form)
     elif form.startswith("int"):

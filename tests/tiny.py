@@ -155,21 +155,27 @@ def byte_vocabulary() -> dict[str, Any]:
     }
 
 
+def gguf_name(config: ModelConfig) -> str:
+    """Return the architecture's name in GGUF."""
+    return "qwen3" if config.qk_norm else "llama"
+
+
 def architecture(config: ModelConfig = CONFIG) -> dict[str, Any]:
     """Return GGUF metadata of an architecture."""
-    return {
-        "llama.context_length": config.max_seq_len,
-        "llama.embedding_length": config.dim,
-        "llama.block_count": config.n_layers,
-        "llama.feed_forward_length": config.hidden_dim,
-        "llama.attention.head_count": config.n_heads,
-        "llama.attention.head_count_kv": config.n_kv_heads,
-        "llama.attention.key_length": config.head_dim,
-        "llama.attention.value_length": config.head_dim,
-        "llama.attention.layer_norm_rms_epsilon": config.norm_eps,
-        "llama.rope.freq_base": config.rope_theta,
-        "llama.rope.dimension_count": config.head_dim,
+    entries = {
+        "context_length": config.max_seq_len,
+        "embedding_length": config.dim,
+        "block_count": config.n_layers,
+        "feed_forward_length": config.hidden_dim,
+        "attention.head_count": config.n_heads,
+        "attention.head_count_kv": config.n_kv_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": config.norm_eps,
+        "rope.freq_base": config.rope_theta,
+        "rope.dimension_count": config.head_dim,
     }
+    return {f"{gguf_name(config)}.{key}": value for key, value in entries.items()}
 
 
 def add_metadata(writer: gguf.GGUFWriter, entries: dict[str, Any]) -> None:
@@ -197,7 +203,7 @@ def write_gguf(
 
     state = weights(config) if state is None else state
     entries = {**architecture(config), **byte_vocabulary(), **(metadata or {})}
-    writer = gguf.GGUFWriter(str(path), entries.pop("general.architecture", "llama"))
+    writer = gguf.GGUFWriter(str(path), entries.pop("general.architecture", gguf_name(config)))
     add_metadata(writer, entries)
     tensors = {to_file_name(name, NAMES, LAYERS): tensor for name, tensor in state.items()}
     for name, tensor in {**tensors, **(extra or {})}.items():

@@ -9,6 +9,7 @@ Phi-3 stores several matrices as one. Sources: transformers' configuration and m
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -110,6 +111,8 @@ def folded(config: ModelConfig, fields: Fields) -> tuple[ModelConfig, dict[str, 
     if fields.values["general.architecture" if in_gguf else "model_type"] != "granite":
         return config, {}
     keys = [f"granite.{key}" for key in GGUF_MULTIPLIERS] if in_gguf else MULTIPLIERS
+    if in_gguf:
+        fields.get("granite.logit_scale", float)  # llama.cpp requires this one
     embedding, attention, residual, logits = (
         number(f"{fields.where}: {key}", fields.get(key, float, default), 1e-6, 1e6, ConfigError)
         for key, default in zip(keys, (1.0, usual if in_gguf else 1.0, 1.0, 1.0), strict=True)
@@ -132,10 +135,19 @@ def known(fields: Fields, key: str, kinds: Collection[str]) -> str:
 
 def text_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """config.json with the usual keys. If the model also sees images: only the part of its language model."""
-    if settings.get("model_type") == "mistral3":
-        settings = Fields(settings, "config.json").get("text_config", dict)
-    keys = EXAONE_KEYS if settings.get("model_type") == "exaone" else {}
-    return {keys.get(key, key): value for key, value in settings.items()}
+    fields = Fields(settings, "config.json")
+    kind = settings.get("model_type")
+    if kind == "mistral3":
+        return {"model_type": "mistral", **fields.get("text_config", dict)}
+    if kind == "exaone":
+        return {EXAONE_KEYS.get(key, key): value for key, value in settings.items()}
+    layers = fields.get("layer_types", list, None) if kind == "granitemoehybrid" else None
+    attention = layers is not None and all(type in ("attention", FULL) for type in layers)
+    if attention and (settings.get("num_local_experts"), settings.get("position_embedding_type")) == (0, "rope"):
+        others = re.compile("mamba_|time_step_|intermediate_size|layer_types|position_embedding_type")
+        renamed = {key.removeprefix("shared_"): value for key, value in settings.items() if not others.match(key)}
+        return {**renamed, "model_type": "granite"}
+    return settings
 
 
 def every(interval: int, n_layers: int) -> tuple[int, ...]:

@@ -38,6 +38,7 @@ INDEX, BIN_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json
 
 NAMES = HUGGING_FACE_NAMES
 LAYERS = "model.layers"
+GRANITE_4_NAMES = {"shared_mlp.input_linear": "mlp.gate_up_proj", "shared_mlp.output_linear": "mlp.down_proj"}
 VISION = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 
 # Keys of config.json that do not affect inference
@@ -48,7 +49,8 @@ NO_EFFECT = {
     "id2label", "label2id", "is_decoder", "is_encoder_decoder", "_attn_implementation_autoset", "bos_token_id",
     "eos_token_id", "chunk_size_feed_forward", "problem_type", "torchscript", "tie_encoder_decoder",
     "quantization_config", "llama_4_scaling_beta", "max_position_embeddings",
-    "embd_pdrop", "resid_pdrop", "attention_bias", "mlp_bias",
+    "embd_pdrop", "resid_pdrop", "attention_bias", "mlp_bias", "init_method", "normalization_function",
+    "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef",
 }  # fmt: skip
 # Keys that would change what is computed, and the values that change nothing. null changes nothing either.
 MUST_BE: dict[str, tuple[Any, ...]] = {
@@ -70,6 +72,11 @@ def model_name(name: str) -> str | None:
     name = re.sub(r"^(model\.)?language_model\.", "", name)  # beside a vision model
     if name.startswith("transformer."):
         return base.to_model_name(name, EXAONE_NAMES, "transformer.h")
+    for theirs, usual in (
+        ("shared_mlp.input_linear", "mlp.gate_up_proj"),
+        ("shared_mlp.output_linear", "mlp.down_proj"),
+    ):
+        name = name.replace(theirs, usual)  # in Granite 4
     # In a model that was saved without its head, names lack the prefix "model."
     return base.to_model_name(name if name.startswith(("model.", "lm_head.")) else f"model.{name}", NAMES, LAYERS)
 

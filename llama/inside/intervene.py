@@ -23,19 +23,20 @@ from ..errors import UsageError
 from ..loader import with_rope
 from ..model import Transformer
 from ..rope import Rope
-from .hooks import Place, marked, patch
+from .hooks import Function, Place, marked, patch
 
 
 @contextlib.contextmanager
 def ablated(model: Transformer, heads: Iterable[tuple[int, int]]) -> Iterator[None]:
-    """Set the output of each (layer, head) to zero before wo.
+    """Set the output of each (layer, head) to zero before wo, and of (layer, n_heads) that of the MLP.
 
     heads are query heads; the key/value heads that they share are not changed. Layers have their original numbers
     under `only_layers`. Raises UsageError on a layer that does not run or a head that does not exist.
     """
-    heads, by_layer = set(heads), dict[int, set[int]]()
+    heads, by_layer, mlp = set(heads), dict[int, set[int]](), model.config.n_heads
     for layer, head in heads:
-        _check_head(layer, head, model.config)
+        if head != mlp:
+            _check_head(layer, head, model.config)
         by_layer.setdefault(layer, set()).add(head)
     blocks: list[Any] = list(model.layers)
     running = [block.attention.layer for block in blocks]
@@ -43,9 +44,11 @@ def ablated(model: Transformer, heads: Iterable[tuple[int, int]]) -> Iterator[No
         raise UsageError(f"layer {missing[0]} does not run, so its heads can't be ablated; only {_span(running)}")
 
     def zeroed(z: Tensor, at: Place) -> Tensor:  # (B, T, H, D)
-        return z.index_fill(2, torch.tensor(sorted(by_layer[at.layer]), device=z.device), 0)  # type: ignore[index]
+        return z.index_fill(2, torch.tensor(sorted(by_layer[at.layer] - {mlp}), device=z.device), 0)  # type: ignore[index]
 
-    with patch(model, {f"z.{layer}": zeroed for layer in by_layer}, f"heads {sorted(heads)} ablated"):
+    changes: dict[str, Function] = {f"z.{layer}": zeroed for layer, off in by_layer.items() if off - {mlp}}
+    changes |= {f"mlp_out.{layer}": lambda x, at: x.zero_() for layer, off in by_layer.items() if mlp in off}
+    with patch(model, changes, f"heads {sorted(heads)} ablated"):
         yield
 
 

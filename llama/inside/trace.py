@@ -216,8 +216,8 @@ class Trace:
     """A text and the record of the model's pass over it.
 
     ids (T,), logits (T, V) float32, weights (L, H, T, T), pair_norms (L, H, D/2), inv_freq (D/2,); effects (L, H) on
-    the logit of the most probable token after the last one, see `direct_effects`; config of the changed model; before,
-    the unchanged model's logits, and descriptions of the changes
+    the logit of the most probable token after the last one, minus that of the second, see `direct_effects`; config of
+    the changed model; before, the unchanged model's logits, and descriptions of the changes
     """
 
     ids: Tensor
@@ -277,7 +277,8 @@ def evaluate(
     """What follows from the record of a pass over a text and its logits (T, V)."""
     last = slice(-LENS_TOKENS, None)
     lens = logit_lens(model, [h[last] for h in seen.hidden], logits[last])
-    effects = direct_effects(model, seen, readout(model, seen, int(logits[-1].argmax())))
+    first, second = logits[-1].topk(2).indices.tolist()  # a number added to all logits changes nothing in a difference
+    effects = direct_effects(model, seen, readout(model, seen, first, second))
     inv_freq, factor = model.rope.frequencies(len(ids))
     maps, pairs = torch.stack(seen.weights), torch.stack(seen.pair_norms)
     tokens = torch.tensor(ids, device=logits.device)
@@ -300,7 +301,8 @@ def facts(trace: Trace, tokenizer: Tokenizer, about: Mapping[str, Any]) -> dict[
                (L+1, N, 3), rank and kl (L+1, N)
     heads      (L, H) each: sink, the mean weight on token 0; previous, on the token before; itself; spread, the
                effective number of attended tokens; profile (L, H, T) and profile_without_first (L, H, T-1), by
-               distance; pair_norms (L, H, D/2); effects, on the logit of the answer after the last token
+               distance; pair_norms (L, H, D/2); effects, on the logit of the first of the last next_ids minus that of
+               the second
     rope       inv_freq, turns (D/2,) full turns between the first and the last token
     change     null, or: told, descriptions of the changes; kl (T,) of next-token distributions, KL(before || after);
                before and after, like `tokens`

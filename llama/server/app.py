@@ -23,12 +23,22 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from ..inside import trace_page
 from ..text import Llama
 from .api import DISCONNECTED, Api, Format, Reply, Stream, refusal
-from .engine import COUNTED, Engine, Inbox, Look
+from .engine import COUNTED, Engine, Inbox, Look, Steps
 from .look import Looks
 from .openai import Chat, Completions
-from .requests import check_model, parse_answer, parse_body, parse_grid, parse_inspection, parse_page, parse_patching
+from .requests import (
+    check_model,
+    parse_answer,
+    parse_body,
+    parse_grid,
+    parse_inspection,
+    parse_page,
+    parse_patching,
+    parse_sources,
+)
 
 log = logging.getLogger(__name__)
 
@@ -73,10 +83,12 @@ class Server:
         origins  origins of web pages that may read the responses
         """
         get: dict[str, Endpoint] = {"/health": self.health, "/metrics": self.metrics, "/v1/models": self.models}
-        get |= {"/v1/models/{id:path}": self.models, **dict.fromkeys(PAGE, self.page)}
+        get |= {"/v1/models/{id:path}": self.models, "/view.html": self.view, **dict.fromkeys(PAGE, self.page)}
         post: dict[str, Endpoint] = {path: partial(self.complete, api) for path, api in APIS.items()}
-        post |= {"/look/answer": self.look_answer, "/look/inside": self.look_inside, "/look/page": self.look_page}
-        post |= {"/look/grid": self.look_grid, "/look/patch": self.look_patch}
+        post |= {"/look/answer": self.look_answer, "/look/inside": self.look_inside, "/look/grid": self.look_grid}
+        post |= {"/look/sources": self.look_sources, "/look/patch": self.look_patch}
+        post |= {"/look/page": partial(self.look_file, self.looks.page, "text/html")}
+        post |= {"/look/activations": partial(self.look_file, self.looks.activations, "application/octet-stream")}
         routes = [Route(path, self._counted(path, endpoint)) for path, endpoint in get.items()]
         routes += [Route(path, self._counted(path, endpoint), methods=["POST"]) for path, endpoint in post.items()]
         app = Starlette(routes=routes, exception_handlers={HTTPException: _no_endpoint})
@@ -181,12 +193,19 @@ class Server:
         file = PACKAGE / PAGE[request.url.path]
         return Response(file.read_bytes(), media_type=KINDS[file.suffix], headers=PAGE_HEADERS)
 
+    async def view(self, request: Request) -> Response:
+        return Response(one_file(), media_type="text/html", headers=PAGE_HEADERS)
+
     async def look_answer(self, request: Request) -> Response:
         look = Look(self.looks.answer(**await self._parsed(request, parse_answer)), self.engine)
         return Stream(look.news(), look, EVENTS)
 
     async def look_inside(self, request: Request) -> Response:
         look = Look(self.looks.inside(**await self._parsed(request, parse_inspection)), self.engine)
+        return JSONResponse((await self._all(request, look))[-1])
+
+    async def look_sources(self, request: Request) -> Response:
+        look = Look(self.looks.sources(**await self._parsed(request, parse_sources)), self.engine)
         return JSONResponse((await self._all(request, look))[-1])
 
     async def look_grid(self, request: Request) -> Response:
@@ -197,11 +216,11 @@ class Server:
         look = Look(self.looks.patching(**await self._parsed(request, parse_patching)), self.engine)
         return Stream(look.news(), look, EVENTS)
 
-    async def look_page(self, request: Request) -> Response:
+    async def look_file(self, look: Callable[[list[int]], Steps], kind: str, request: Request) -> Response:
         ids = await self._parsed(request, parse_page)
         async with self.tracing:
-            (render,) = await self._all(request, Look(self.looks.page(ids), self.engine))
-            return Response(await asyncio.to_thread(render), media_type="text/html")
+            (render,) = await self._all(request, Look(look(ids), self.engine))
+            return Response(await asyncio.to_thread(render), media_type=kind)
 
     async def _all(self, request: Request, inbox: Inbox) -> list[Any]:
         """All values of the inbox, unless the client disconnects first."""
@@ -223,6 +242,19 @@ class Server:
             whole.cancel()
             gone.cancel()
             inbox.cancel()
+
+
+def one_file() -> str:
+    """The page as one file without network, to whose first script the browser adds a view. Hashes allow the others."""
+    page = (PACKAGE / PAGE["/"]).read_text("utf-8")
+    policy = "default-src 'none'; img-src data:; base-uri 'none'; form-action 'none'"
+    for kind, tag, end in (("css", "style", "</head>"), ("js", "script", "</body>")):
+        files = (PACKAGE / PAGE[f"/{name}"] for name in re.findall(rf'="(\w+\.{kind})"', page))
+        policy += f"; {tag}-src '{trace_page.hashed(text := ''.join(file.read_text('utf-8') for file in files))}'"
+        page = re.sub(rf'<[^>]*="\w+\.{kind}".*\n', "", page).replace(end, f"<{tag}>{text}</{tag}>\n{end}")
+    policy += "; require-trusted-types-for 'script'; trusted-types 'none'"
+    saved = '<script type="application/json" id="saved"></script>'
+    return page.replace("<head>", f'<head>\n<meta http-equiv="Content-Security-Policy" content="{policy}">\n{saved}', 1)
 
 
 def one_value(app: ASGIApp) -> ASGIApp:

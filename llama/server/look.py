@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,26 +28,34 @@ from ..checks import dtype_name
 from ..engine.linears import describe_quantization
 from ..engine.nonfinite import locate
 from ..engine.placement import describe_devices
-from ..errors import LlamaError
+from ..errors import LlamaError, UsageError
 from ..generate import prefill_chunks, room_for
 from ..generation.answer import Job
 from ..generation.prefix import shared_prefix
 from ..inside import trace, trace_page
-from ..inside.ablation import ablation_grid
+from ..inside.ablation import ablation_grid, without_sources
 from ..inside.exact import can_copy, float32_copy, float32_logits, rounding
 from ..inside.hooks import Function, activations, patch
 from ..inside.intervene import ablated
 from ..inside.patching import patching_steps
 from ..model import Transformer
+from ..rope import interleaved_to_half
 from ..sampling import Chooser, check_extreme, extreme
 from ..text import Llama
 from .engine import Steps
-from .requests import LONGEST_LOOK, LONGEST_PAGE, Heads
+from .requests import LONGEST_GRID, LONGEST_LOOK, LONGEST_PAGE, Heads
 from .spelling import Spelling
 
 T = TypeVar("T")
 Put = Mapping[str, Function]  # a change of the model, as of hooks.patch
 SHOWN_HEADS, SHOWN_ROWS = 8, 3  # best heads, most probable tokens in a row of the lens
+LARGEST_FILE = 2**29  # bytes of activations
+# TransformerLens' names of our tensors. What it has at other hooks differs: q and k are those before Qwen3's norms, and
+# the results of norms those before the norm's weight.
+HOOKS = {name: f"hook_{name}" for name in ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")}
+HOOKS |= {name: f"attn.hook_{name}" for name in ("v", "rot_q", "rot_k", "pattern", "z")} | {
+    "mlp_hidden": "mlp.hook_post"
+}
 
 
 @dataclass
@@ -87,7 +97,8 @@ class Looks:
         return {
             **{name: getattr(config, name) for name in ("n_layers", "n_heads", "n_kv_heads", "head_dim")},
             **{"context": self.longest, "vocab_size": self.n_vocab, "parameters": config.n_params, "dtype": dtype},
-            **{"traced": LONGEST_PAGE, "weights": f"{weights}, {describe_devices(self.model).replace('cpu', 'CPU')}"},
+            **{"traced": LONGEST_PAGE, "gridded": LONGEST_GRID},
+            **{"weights": f"{weights}, {describe_devices(self.model).replace('cpu', 'CPU')}"},
             "template": self.llm.chat_format is not None or self.llm.chat_template is not None,
             **{"rounding": rounding(self.model), "exact": self.copied or not rounding(self.model)},
             **{"version": __version__, "sampling": self.llm.sampling, "stop_ids": sorted(self.llm.tokenizer.stop_ids)},
@@ -256,9 +267,13 @@ class Looks:
         difference = logits[token] - (0 if against is None else logits[against])
         weights = [pattern[:, -1] for pattern in seen.weights]  # (H, S) for each layer
         strongest, size = [], heads.flatten().abs()
-        if heads.max() > 0:
-            size[heads.argmax()] = torch.inf  # the head that adds most is the first
-        for at in size.topk(min(SHOWN_HEADS, heads.numel())).indices.tolist():
+        favoured = -heads if against is not None and difference < 0 else heads  # (L, H) for the more probable token
+        if favoured.max() > 0:
+            size[favoured.argmax()] = torch.inf  # the head that adds most to it is the first
+        listed = size.topk(min(SHOWN_HEADS, heads.numel())).indices.tolist()
+        if head is not None and (at := head[0] * heads.shape[1] + head[1]) not in listed:
+            listed.append(at)
+        for at in listed:
             layer, number = divmod(at, heads.shape[1])
             weight, position = (float(x) for x in weights[layer][number].max(-1))
             own = sources[layer, number]  # (S,)
@@ -304,6 +319,17 @@ class Looks:
         found |= {"q": q.tolist(), "k": k[key].tolist(), "frequencies": frequencies.tolist()}
         return {"head": [layer, head], "key": key, **found}
 
+    def sources(self, ids: list[int], off: Heads, token: int, against: int) -> Steps:
+        """`without`: for each of `ids`, the difference of two logits if the last token reads nothing from it."""
+        kept, _ = yield from self._feed(ids, off, last=1, model=self.exact)
+        passes = without_sources(self.exact, ids, kept.cache, range(len(ids)), token, against)
+        found: list[float] = []
+        while len(found) < len(ids):
+            with self._switched(off, self.exact):
+                found += next(passes).tolist()
+            yield {"done": len(found), "of": len(ids)}
+        yield {"without": [_short(x) for x in found]}
+
     def grid(self, ids: list[int], off: Heads, **options: Any) -> Steps:
         """How far the ablation grid is, then the grid; options as of `ablation_grid`."""
         grid = yield from self._progress(ablation_grid(self.exact, ids, **options), off)
@@ -339,6 +365,27 @@ class Looks:
         about |= {"dtype": dtype_name(self.exact.norm.weight.dtype), "model": self.name}
         about |= {"prompt": self.llm.tokenizer.decode(ids)}
         return trace_page.render(trace.facts(traced, self.llm.tokenizer, about), trace.packed_maps(traced.weights))
+
+    @torch.inference_mode()
+    def activations(self, ids: list[int]) -> Steps:
+        """A function that returns the tensors of a text as .npz, with TransformerLens' names and its order of pairs."""
+        c, T = self.model.config, len(ids)
+        each = 5 * c.dim + 2 * (c.n_heads + c.n_kv_heads) * c.head_dim + c.n_heads * T + c.hidden_dim
+        if (size := 4 * T * (c.dim + c.n_layers * each)) > LARGEST_FILE:
+            most = f"at most {LARGEST_FILE >> 20} MiB are sent"
+            raise UsageError(f"the activations of {T} tokens have {size >> 20:,} MiB; {most}: send fewer tokens")
+        names = {f"{own}.{i}": f"blocks.{i}.{hook}" for i in range(c.n_layers) for own, hook in HOOKS.items()}
+        with activations(self.exact, names := {"embed": "hook_embed", **names}) as seen:
+            logits = self.exact(torch.tensor([ids], device=self.model.norm.weight.device))  # (1, T, V)
+        self._check(float(extreme(logits[0, -1])), ids)
+        found = {hook: interleaved_to_half(seen[own]) if "rot_" in own else seen[own] for own, hook in names.items()}
+        yield partial(_npz, {"tokens": torch.tensor([ids]), **{hook: x.float() for hook, x in found.items()}})
+
+
+def _npz(tensors: Mapping[str, Tensor]) -> bytes:
+    arrays: Any = {name: x.cpu().numpy() for name, x in tensors.items()}
+    np.savez(file := io.BytesIO(), **arrays)
+    return file.getvalue()
 
 
 def _short(x: float) -> float:

@@ -59,13 +59,14 @@ ANSWER_FIELDS |= CHAT | GENERATION
 ANSWER_FIELDS |= {"patch": {"other": Required(list), "layer": Required(int), "position": Required(int)}}
 INSIDE_FIELDS = {"model": object, "ids": list, "head": list, "off": list}
 INSIDE_FIELDS |= dict.fromkeys(("token", "against", "key"), int)
-GRID_FIELDS: dict[str, Any] = {"model": object, "ids": list, "off": list, "mean": bool, "position": int}
-GRID_FIELDS |= {"token": Required(int), "against": Required(int)}
+SOURCES_FIELDS: dict[str, Any] = {"model": object, "ids": list, "off": list}
+SOURCES_FIELDS |= {"token": Required(int), "against": Required(int)}
+GRID_FIELDS = SOURCES_FIELDS | {"mean": bool, "position": int}
 PATCH_FIELDS = {"model": object, "ids": list, "other": list, "off": list, "token": int, "against": int}
 ADDED, INNER = ("annotations", "index", "parsed", "parsed_arguments"), ("tool_calls", "function")
 UNUSED = ("user", "safety_identifier", "store", "metadata", "service_tier", "verbosity", "reasoning_effort")
 
-Heads = tuple[tuple[int, int], ...]  # (layer, head)
+Heads = tuple[tuple[int, int], ...]  # (layer, head); head n_heads is the MLP layer
 
 
 @dataclass
@@ -186,7 +187,7 @@ def parse_inspection(body: Mapping[str, Any], llm: Llama, model: str) -> dict[st
     body = _fields(body, INSIDE_FIELDS, model)
     ids, chosen = _inside(body, LONGEST_LOOK, llm)
     if "head" in body:
-        (chosen["head"],) = _heads("head", {"head": [body["head"]]}, llm)
+        (chosen["head"],) = _heads("head", {"head": [body["head"]]}, llm, mlp=False)
     return {"ids": ids, "off": _heads("off", body, llm), "chosen": chosen}
 
 
@@ -206,6 +207,13 @@ def parse_patching(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str,
     return {"ids": ids, "other": other, "off": _heads("off", body, llm), "answers": answers}
 
 
+def parse_sources(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, Any]:
+    """The arguments of `Looks.sources` from a body of /look/sources. Raises UsageError."""
+    body = _fields(body, SOURCES_FIELDS, model)
+    ids, chosen = _inside(body, LONGEST_GRID, llm)
+    return {"ids": ids, "off": _heads("off", body, llm), **chosen}
+
+
 def _inside(body: Mapping[str, Any], most: int, llm: Llama) -> tuple[list[int], dict[str, Any]]:
     """The ids of a look inside, at most so many, and the numbers that choose what it shows."""
     ids, last = _check_look(_ids("ids", body.get("ids"), llm), most), llm.tokenizer.n_vocab - 1
@@ -214,7 +222,7 @@ def _inside(body: Mapping[str, Any], most: int, llm: Llama) -> tuple[list[int], 
 
 
 def parse_page(body: Mapping[str, Any], llm: Llama, model: str) -> list[int]:
-    """The ids of a body of /look/page. Raises UsageError."""
+    """The ids of a body of /look/page or /look/activations. Raises UsageError."""
     body = _fields(body, {"model": object, "ids": list}, model)
     return _check_look(_ids("ids", body.get("ids"), llm), LONGEST_PAGE)
 
@@ -225,14 +233,14 @@ def _check_look(ids: list[int], most: int) -> list[int]:
     return ids
 
 
-def _heads(name: str, body: Mapping[str, Any], llm: Llama) -> Heads:
-    """Pairs [layer, head], in order."""
+def _heads(name: str, body: Mapping[str, Any], llm: Llama, mlp: bool = True) -> Heads:
+    """Pairs [layer, head], in order. With `mlp`, the number after the last head is the MLP of the layer."""
     heads, config = body.get(name, []), llm.model.config
     for head in heads:
         if not isinstance(head, list) or len(head) != 2:
             raise UsageError(f"{name} must hold pairs [layer, head], got {shown(heads)}")
         checks.integer("a layer", head[0], 0, config.n_layers - 1)
-        checks.integer("a head", head[1], 0, config.n_heads - 1)
+        checks.integer("a head", head[1], 0, config.n_heads - 1 + mlp)
     return tuple(sorted({(layer, head) for layer, head in heads}))
 
 

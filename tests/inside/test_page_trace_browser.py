@@ -127,6 +127,31 @@ def test_keys_change_the_selection_and_not_in_fields(tab: Page) -> None:
     assert setting(tab) == (0, 1, 1)
 
 
+@pytest.mark.slow
+def test_a_redraw_shows_what_a_complete_drawing_shows(tab: Page) -> None:
+    drawn = """() => document.querySelector("main").innerHTML
+      + [...document.querySelectorAll("canvas")].map((canvas) => canvas.toDataURL())
+      + [...document.querySelectorAll("select")].map((field) => field.value)"""
+    complete = """() => new Promise((done) => {
+      dispatchEvent(new Event("resize"));
+      requestAnimationFrame(() => requestAnimationFrame(done));
+    })"""
+    seen = set()
+    for key in ("ArrowLeft", "Shift+ArrowUp", "Shift+ArrowDown", "Shift+ArrowRight", "ArrowRight", "ArrowLeft"):
+        tab.keyboard.press(key)
+        redrawn = tab.evaluate(drawn)
+        tab.evaluate(complete)
+        assert tab.evaluate(drawn) == redrawn, key
+        seen.add(redrawn)
+    for button in ("rank of the answer", "spread", "top token"):
+        tab.click(f"button:text('{button}')")
+        redrawn = tab.evaluate(drawn)
+        tab.evaluate(complete)
+        assert tab.evaluate(drawn) == redrawn, button
+        seen.add(redrawn)
+    assert len(seen) > 6
+
+
 def test_the_title_shows_the_text_and_the_prediction(tab: Page, found: dict[str, Any]) -> None:
     answer = found["texts"][str(found["tokens"]["next_ids"][-1][0])]
     shown = tab.evaluate("document.getElementById('title').textContent")

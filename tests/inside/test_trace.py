@@ -141,8 +141,11 @@ def test_measures_of_heads_equal_loops(length: int) -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_effects_of_heads_are_their_terms_of_the_answers_logit(bias: bool) -> None:
-    """The last hidden state is a sum of terms; with the norm's scale fixed, so is a logit."""
+def test_the_effects_of_heads_are_their_terms_of_the_answers_logit_minus_that_of_the_second(bias: bool) -> None:
+    """The last hidden state is a sum of terms; with the norm's scale fixed, so is a difference of two logits.
+
+    A direction added to all rows of the output matrix, which changes no probability, changes no effect.
+    """
     config = dataclasses.replace(tiny.CONFIG, attention_bias=bias)
     model = tiny.model(config, attention="reference")
     generator = torch.Generator().manual_seed(3)
@@ -160,14 +163,16 @@ def test_the_effects_of_heads_are_their_terms_of_the_answers_logit(bias: bool) -
     logits = model(torch.tensor([IDS]))[0, -1]
     for hook in hooks:
         hook.remove()
-    answer = int(logits.argmax())
+    second, answer = logits.argsort()[-2:].tolist()
     total = np.sum([tiny.as_numpy(term) for term in terms], axis=0)
-    readout = tiny.as_numpy(model.norm.weight) * tiny.as_numpy(model.output.weight)[answer]
-    readout = readout / np.sqrt((total**2).mean() + config.norm_eps)
-    assert float(total @ readout) == pytest.approx(float(logits[answer]), abs=1e-4)
+    row = tiny.as_numpy(model.output.weight[answer] - model.output.weight[second])
+    readout = tiny.as_numpy(model.norm.weight) * row / np.sqrt((total**2).mean() + config.norm_eps)
+    assert float(total @ readout) == pytest.approx(float(logits[answer] - logits[second]), abs=1e-4)
 
     effects = tracing.trace(model, IDS).effects
     assert effects.shape == (2, 4)
+    model.output.weight.data = model.output.weight + torch.randn(config.dim, generator=generator)
+    assert torch.allclose(tracing.trace(model, IDS).effects, effects, atol=1e-4)
     for layer, block in enumerate(model.layers):
         wo = tiny.as_numpy(block.attention.wo.weight)  # (C, H * D)
         for head in range(4):

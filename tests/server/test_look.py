@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -432,6 +434,28 @@ def test_the_grid_is_ablation_one_by_one_beside_other_heads_that_are_off(
             assert wrong in refused.json()["error"]["message"]
 
 
+def test_without_a_source_the_last_token_reads_nothing_from_it(
+    server: Running, tiny_llm: Llama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In several passes, beside a head that is off, against a complete pass with changed weights for each source."""
+    monkeypatch.setattr("llama.inside.ablation.ROWS", 200)
+    ids = tiny_llm.encode_chat(MESSAGES)
+    body = {"ids": ids, "token": 7, "against": 8, "off": [[0, 1]]}
+    found = post(server, "/look/sources", **body).json()["without"]
+    for source, difference in enumerate(found):
+        with ablated(tiny_llm.model, {(0, 1)}), patch(tiny_llm, {"pattern.*": partial(_blind, source=source)}):
+            logits = tiny_llm.model(torch.tensor([ids]))[0, -1]
+        assert difference == pytest.approx(float(logits[7] - logits[8]), abs=1e-4)
+    assert max(found) - min(found) > 0.1
+    assert post(server, "/look/sources", ids=ids).status_code == 400
+
+
+def _blind(weights: torch.Tensor, place: Place, source: int) -> torch.Tensor:
+    weights = weights.clone()
+    weights[..., -1, source] = 0
+    return weights
+
+
 def test_the_pairs_of_a_head_add_up_to_its_score(server: Running, tiny_llm: Llama) -> None:
     ids = tiny_llm.encode_chat(MESSAGES)
     with activations(tiny_llm, ["pattern.*", "q.*", "k.*"]) as whole:
@@ -574,6 +598,7 @@ def test_other_clients_of_the_default_model_notice_nothing(default_llm: Llama) -
         ("answer", {"ids": [5], "own": "z9" * 150}, "its inside can be shown for at most 255"),
         ("answer", {"ids": [5], "prompt": ["a"]}, "prompt must be"),
         ("page", {"ids": [5, 999]}, "a token id of ids must be"),
+        ("activations", {"ids": [5], "off": [[0, 0]]}, "unknown key 'off'"),
     ],
 )
 def test_invalid_looks_are_refused_by_name(server: Running, path: str, body: dict[str, Any], message: str) -> None:
@@ -599,7 +624,7 @@ def test_the_page_needs_no_key_and_its_looks_do(tiny_llm: Llama) -> None:
         for name in set(PAGE) - {"/"}:
             assert name[1:] in page.text
             assert requests.get(f"{server.url}{name}", timeout=PATIENCE).status_code == 200
-        for path in ("answer", "inside", "page"):
+        for path in ("answer", "inside", "page", "activations"):
             assert post(server, f"/look/{path}", ids=[5, 6]).status_code == 401
         assert requests.get(server.url, headers={"Host": "evil.example"}, timeout=PATIENCE).status_code == 400
         form = requests.post(
@@ -615,3 +640,42 @@ def test_the_trace_of_a_text_is_that_of_the_command(server: Running, tiny_llm: L
     page = post(server, "/look/page", ids=ids).text
     traced = trace.trace(tiny_llm.model, ids)
     assert trace_page.packed(trace.packed_maps(traced.weights)) in page
+
+
+def test_the_activations_of_a_text_have_the_names_and_the_layout_of_transformerlens(
+    server: Running, tiny_llm: Llama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, config = tiny_llm.encode_chat(MESSAGES), tiny_llm.model.config
+    found = np.load(io.BytesIO(post(server, "/look/activations", ids=ids).content))
+    with activations(tiny_llm, ["embed", "*.*"]) as seen:
+        tiny_llm.model(torch.tensor([ids]))
+    assert found["tokens"].tolist() == [ids]
+    size = 4 * sum(x.size for name, x in found.items() if name != "tokens")
+    assert len(found) == 2 + 11 * config.n_layers
+    names = {"embed": "hook_embed", "resid_pre.1": "blocks.1.hook_resid_pre", "pattern.0": "blocks.0.attn.hook_pattern"}
+    names |= {"v.1": "blocks.1.attn.hook_v", "z.1": "blocks.1.attn.hook_z", "attn_out.0": "blocks.0.hook_attn_out"}
+    names |= {"resid_mid.1": "blocks.1.hook_resid_mid", "mlp_hidden.0": "blocks.0.mlp.hook_post"}
+    names |= {"mlp_out.1": "blocks.1.hook_mlp_out", "resid_post.0": "blocks.0.hook_resid_post"}
+    for own, name in names.items():
+        assert found[name].dtype == np.float32
+        np.testing.assert_array_equal(found[name], seen[own], err_msg=name)
+    for letter in "qk":  # rotated as there: entry i of a head with entry i + D/2
+        D, x = config.head_dim, seen[f"{letter}.1"][0].numpy()  # (T, heads, D)
+        i = np.argsort([*range(0, D, 2), *range(1, D, 2)]) if tiny_llm.model.rope.layout == "half" else np.arange(D)
+        z = x[..., i].reshape(*x.shape[:2], -1, 2) @ [1, 1j]  # (T, heads, D/2)
+        turned = z * np.exp(1j * np.arange(len(ids))[:, None, None] * 10000.0 ** (-np.arange(D // 2) * 2 / D))
+        expected = np.concatenate((turned.real, turned.imag), -1)
+        np.testing.assert_allclose(found[f"blocks.1.attn.hook_rot_{letter}"][0], expected, atol=1e-5)
+    with monkeypatch.context() as small:
+        small.setattr("llama.server.look.LARGEST_FILE", size)
+        assert post(server, "/look/activations", ids=ids).status_code == 200
+        small.setattr("llama.server.look.LARGEST_FILE", 50_000)
+        small.setattr(type(tiny_llm.model), "forward", None)  # refused before it is computed
+        refused = post(server, "/look/activations", ids=ids)
+        assert refused.status_code == 400
+        assert (
+            f"the activations of {len(ids)} tokens have {size >> 20} MiB; at most 0 MiB"
+            in refused.json()["error"]["message"]
+        )
+        small.setattr("llama.server.requests.LONGEST_PAGE", 9)
+        assert "at most 9" in post(server, "/look/activations", ids=ids).json()["error"]["message"]

@@ -5,6 +5,8 @@ Needs Chromium, which pip does not install; without it these tests are skipped, 
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import math
 import os
@@ -14,11 +16,13 @@ import socket
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import requests
 import torch
@@ -676,9 +680,11 @@ def test_tabs_are_independent_and_a_conversation_survives(show: Open, tmp_path: 
     file = tmp_path / "chat.json"
     saved.value.save_as(file)
     for kind, part in (("md", "**One?**"), ("curl", "/v1/chat/completions"), ("html", "clearllama trace")):
-        with first.expect_download() as other:
-            first.click(f"[data-export={kind}]")
-        assert part in Path(other.value.path()).read_text()
+        assert part in export(first, kind)
+    with first.expect_download() as other:
+        first.click("[data-export=npz]")
+    tokens = np.load(other.value.path())["tokens"]
+    assert tokens.tolist() == [ids_of(turns[1]["prompt"] + turns[-1]["tokens"])]
     second.click("#open-export")
     second.set_input_files("#import", file)
     until(second, "!id('export').open")
@@ -912,6 +918,239 @@ def test_a_damaged_file_changes_nothing(show: Open) -> None:
     tab.reload()
     tab.wait_for_selector("html[data-ready]")
     assert (tab.evaluate("turns"), tab.inner_text("#chat")) == (turns, shown)
+
+
+def link_of(tab: Page) -> str:
+    tab.click("#open-export")
+    tab.evaluate("put('exported')")
+    tab.click("[data-link]")
+    tab.wait_for_selector("#exported a")
+    href: str = tab.evaluate("document.querySelector('#exported a').href")
+    tab.keyboard.press("Escape")
+    return href
+
+
+SHOWN = """() => [...document.querySelectorAll("#chat, #panel header, #panel section, #waiting")]
+    .filter((one) => one.checkVisibility()).map((one) => one.textContent)
+    .concat([...document.querySelectorAll("#panel :is(select, input[type=range])")].map((one) => one.value))"""
+
+
+@SLOW
+def test_a_link_shows_the_same_view_in_another_browser(browser: Browser, show: Open, server: Running) -> None:
+    tab = show()
+    first = ask(tab, "What is a llama?", max_tokens=12)
+    open_token(tab, first, 2)
+    tab.locator("#alternatives .row[aria-current=false]").first.click()
+    settle(tab)
+    tab.click("#off")
+    turn = settle(tab)
+    open_token(tab, turn, 3)
+    tab.evaluate("look({ head: [1, 2], key: 5 })")
+    settle(tab)
+    tab.evaluate("look({ against: openTurn().tokens[3].top.at(-1).id })")
+    settle(tab)
+    tab.click("#tabs [data-tab=lens]")
+    tab.evaluate("put('status')")
+    shown, href = tab.evaluate(SHOWN), link_of(tab)
+    assert len(href.partition("#")[2]) <= 4096 + len("view=")
+    sent: list[str] = []
+    other = show(href)
+    other.on("request", lambda request: sent.append(request.url))
+    settle(other)
+    expected = [text.replace("‹3/3›", "") for text in shown]  # the other branches are not in a link
+    found = other.evaluate(SHOWN)
+    found[0], expected[0] = (re.sub(r"(without head \d\.\d): .*? ·", r"\1 ·", text) for text in (found[0], expected[0]))
+    assert found == expected
+    assert re.search(r"[\d.]{4}", "".join(found[1:]))
+    for name in ("why", "lens"):
+        for one in (tab, other):
+            one.click(f"#tabs [data-tab={name}]")
+        assert other.evaluate(SHOWN)[1:] == tab.evaluate(SHOWN)[1:]
+    assert not [url for url in sent if "view" in url]
+    brief, whole = (one.evaluate("openTurn().tokens.map((one) => one.top.length)") for one in (other, tab))
+    assert (brief[3], {*brief[:3], *brief[4:]}) == (whole[3], {2})
+    open_token(other, other.evaluate("path().at(-1)"), 1)
+    assert "for the word only that was open" in other.inner_text("#forced")
+    rest = sum(one["p"] for one in other.evaluate("openTurn().tokens[1].top"))
+    assert other.locator("#alternatives .row").last.locator(".p").first.inner_text() == share(round(1 - rest, 4))
+    assert len(other.evaluate("settled(stored().getAll())")) == 0  # a view is stored when it is changed
+    other.reload()
+    other.wait_for_selector("html[data-ready]")
+    settle(other)
+    assert other.evaluate(SHOWN)[1:] == found[1:]
+    other.click("text=again")
+    settle(other)
+    assert "#" not in other.url
+
+    third = show()  # a link that comes into an open page, which keeps its own conversation
+    ask(third, "Mine?", max_tokens=4)
+    third.evaluate("(href) => location.assign(href)", href)
+    until(third, "chosen?.i === 3")
+    settle(third)
+    assert third.evaluate(SHOWN)[1:] == found[1:]
+    third.click("#new")
+    third.wait_for_selector("#stored >> text=Mine?")
+
+
+def packed(view: Any) -> str:
+    json_ = view if isinstance(view, bytes) else json.dumps(view).encode()
+    return base64.urlsafe_b64encode(zlib.compress(json_, 9, -15)).decode().rstrip("=")
+
+
+OPEN: dict[str, list[Any]] = {"turn": [0, "__proto__", 9], "i": [-1, 1e300, "0"], "against": [1e9, 319]}
+OPEN |= {"head": [[1], "12", [1, 1e300]], "key": [-1, {}]}
+HOSTILE: dict[str, Callable[[Any], object]] = {
+    "not base64": lambda view: "%%%",
+    "not deflated": lambda view: base64.urlsafe_b64encode(b"no deflate").decode(),
+    "cut off": lambda view: packed(view)[:-9],
+    "not JSON": lambda view: packed(b"{"),
+    "null": lambda view: packed(None),
+    "a bomb": lambda view: packed(b'{"turns":[' + b"0," * 1_500_000 + b"0]}"),
+    "a small bomb": lambda view: packed(b'"' + b"a" * 250_000 + b'"'),
+    "a deep one": lambda view: packed(b"[" * 100_000),
+    "a long one": lambda view: packed(view) + "A" * 4096,
+    "no turns": lambda view: packed({**view, "turns": []}),
+    "a tab that is missing": lambda view: packed({**view, "tab": "constructor"}),
+    "__proto__": lambda view: packed(json.dumps(view).encode().replace(b'"warm"', b'"__proto__"')),
+    "nothing open": lambda view: packed({name: view[name] for name in ("turns", "tab")}),
+    **{
+        f"open {name}: {value}": partial(
+            lambda name, value, view: packed({**view, "open": {**view["open"], name: value}}), name, value
+        )
+        for name, values in OPEN.items()
+        for value in values
+    },
+}
+BROKEN: dict[str, Callable[[Any], object]] = {
+    "a huge probability": lambda turns: turns[1]["tokens"][0].update(p=1e300),
+    "a huge id": lambda turns: turns[1]["tokens"][0].update(id=1e300),
+    "an unknown stage": lambda turns: turns[2]["tokens"][1]["left"].update(constructor=3),
+    "an unknown end": lambda turns: turns[1].update(end="constructor"),
+    "settings that replace the text": lambda turns: turns[1]["sampling"].update(ids=[5]),
+    "a setting that is missing": lambda turns: turns[1]["sampling"].pop("top_k"),
+    "a head that is huge": lambda turns: turns[1].update(off=[[0, 1e300]]),
+    "a model that is a number": lambda turns: turns[1].update(model=3),
+}
+
+
+@SLOW
+def test_a_hostile_link_changes_nothing_and_gives_one_message(show: Open) -> None:
+    tab = show()
+    ask(tab, "One?", max_tokens=3)
+    open_token(tab, ask(tab, "Two?", max_tokens=3), 1)
+    view, shown, turns = tab.evaluate("view(true)"), tab.evaluate(SHOWN), tab.evaluate("turns")
+    tab.evaluate(
+        "window.heard = []; new MutationObserver(() => heard.push(id('status').textContent))"
+        ".observe(id('status'), { childList: true })"
+    )
+    sent: list[str] = []
+    tab.on("request", lambda request: sent.append(request.url))
+    links = {name: make(json.loads(json.dumps(view))) for name, make in HOSTILE.items()}
+    for name, damage in {**DAMAGES, **BROKEN}.items():
+        found = json.loads(json.dumps(view))
+        if not isinstance(damage(found["turns"]), str):
+            links[name] = packed(found)
+    for name, link in links.items():
+        tab.evaluate("put('status')")
+        tab.wait_for_timeout(20)
+        tab.evaluate("heard.length = 0")
+        tab.evaluate("(link) => { location.hash = `view=${link}`; }", link)
+        until(tab, "heard.length")
+        tab.wait_for_timeout(20)
+        (text,) = tab.evaluate("heard")
+        assert text.startswith("This link can't be opened: "), (name, text)
+        assert (tab.evaluate(SHOWN), tab.evaluate("turns")) == (shown, turns), name
+    assert (sent, tab.evaluate("({}).polluted === undefined && lost === false")) == ([], True)
+    tab.evaluate("(link) => { location.hash = `view=${link}`; }", packed(view))
+    until(tab, "!heard.at(-1)")
+    settle(tab)
+    assert tab.evaluate(SHOWN)[1:] == shown[1:]
+
+
+@SLOW
+def test_a_link_of_another_model_is_text_and_says_whose(browser: Browser, show: Open, tiny_llm: Llama) -> None:
+    tab = show()
+    open_token(tab, ask(tab, "One?", max_tokens=6), 1)
+    view = tab.evaluate("view(true)")
+    view["turns"][1]["model"] = view["turns"][1]["model"].replace("tiny ", "llama-9b ", 1)
+    other = show(f"{tab.url}#view={packed(view)}")
+    assert "Another model, llama-9b (float32, CPU), wrote answers" in other.inner_text("#banner")
+    assert other.inner_text(".answer") == tab.inner_text(".answer")
+    assert "Another model wrote this answer" in other.inner_text("#waiting")
+    assert not other.locator("#why").is_visible()
+    other.click("#new")
+    assert other.inner_text("#banner") == ""
+
+
+@SLOW
+def test_a_view_that_is_too_long_for_a_link_is_offered_as_a_file(show: Open) -> None:
+    tab = show()
+    ask(tab, "Go on.", max_tokens=200, temperature=3, top_p=1, min_p=0)
+    tab.click("#open-export")
+    tab.click("[data-link]")
+    tab.wait_for_selector("#exported >> text=too long")
+    assert "holds the conversation" in tab.inner_text("#exported")
+    assert tab.locator("#exported a").count() == 0
+
+
+ENDING = "</script><!--<script><img src=x onerror=document.title='owned'>"
+
+
+@SLOW
+def test_the_file_of_a_view_shows_it_without_a_server(show: Open, tiny_llm: Llama, tmp_path: Path) -> None:
+    with running(tiny_llm) as server:
+        tab = show(server.url)
+        ask(tab, ENDING, max_tokens=6)
+        data = {"turns": tab.evaluate("turns")}
+        data["turns"][1]["tokens"][2] |= {"text": ENDING}
+        data["turns"][1]["tokens"][4]["top"][0] |= {"text": ENDING}
+        tab.evaluate("async (text) => load(new File([text], 'x.json'))", json.dumps(data))
+        turn = ask(tab, "And then?", max_tokens=6)
+        open_token(tab, turn, 4)
+        tab.locator("#heads >> text=probability").first.click()
+        tab.wait_for_selector("#heads b.p")
+        tab.evaluate("look({ head: [1, 2], key: 5 })")
+        settle(tab)
+        tab.evaluate("put('status')")
+        shown = tab.evaluate(SHOWN)
+        tab.click("#open-export")
+        with tab.expect_download() as found:
+            tab.click("[data-export=view]")
+        assert "holds the conversation" in tab.inner_text("#exported")
+        found.value.save_as(tmp_path / "view.html")
+        text = (tmp_path / "view.html").read_text("utf-8")
+    sent: list[str] = []
+    file = show((tmp_path / "view.html").as_uri(), expected="TrustedHTML")
+    file.on("request", lambda request: sent.append(request.url))
+    settle(file)
+    assert file.evaluate(SHOWN) == shown
+    for name in ("lens", "prompt", "why"):
+        file.click(f"#tabs [data-tab={name}]")
+    assert file.evaluate(SHOWN) == shown
+    assert "saved" in file.inner_text("#banner")
+    assert file.locator("#send:visible, #off:visible, .foot button:visible, .asked button:visible").count() == 0
+    file.keyboard.press("Tab")
+    for key in ("ArrowLeft", "ArrowRight"):  # another word has its alternatives, but its inside was not computed
+        file.keyboard.press(key)
+        file.wait_for_timeout(50)
+        assert ("without a server" in file.inner_text("#waiting")) == (key == "ArrowLeft")
+        assert file.locator("#alternatives .row").count() == len(turn["tokens"][file.evaluate("chosen.i")]["top"]) + 1
+    settle(file)
+    assert file.evaluate(SHOWN) == shown
+    file.evaluate("again(current())")
+    assert "without" in file.inner_text("#status")
+    assert len(file.evaluate("turns")) == 3
+    assert file.locator("img").count() == 0
+    blocked = "() => { try { document.body.innerHTML = 'x'; return 'set'; } catch (error) { return error.name; } }"
+    assert file.evaluate(blocked) == "TypeError"
+    assert (sent, file.title()) == ([], "tiny · clearllama")
+    policy = re.search(r'Content-Security-Policy" content="([^"]+)"', text)
+    assert policy
+    for tag in ("script", "style"):
+        (inside,) = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}'" in policy[1]
+    assert len(re.findall("</script>", text)) == 2
 
 
 @SLOW

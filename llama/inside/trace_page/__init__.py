@@ -24,7 +24,7 @@ def render(facts: Mapping[str, Any], maps: bytes) -> str:
         "style.css": read("shared.css") + read("tokens.css") + read("style.css"),
         "page.js": read("shared.js") + read("tokens.js") + read("page.js"),
     }
-    parts |= {f"hash of {name}": _hash(text) for name, text in parts.items()}
+    parts |= {f"hash of {name}": hashed(text) for name, text in parts.items()}
     data = json.dumps(facts, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
     parts |= {"data": packed(data), "maps": packed(maps)}
     # One pass, so that a placeholder in an inserted text is not replaced.
@@ -41,5 +41,6 @@ def packed(data: bytes) -> str:
     return base64.b64encode(zlib.compress(data, 4)).decode()  # level 6 is 6 % smaller, but takes four times as long
 
 
-def _hash(text: str) -> str:
+def hashed(text: str) -> str:
+    """A text as a source in a content security policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -5,11 +5,15 @@
 /** The roots of the weights that a byte stands for (trace.packed_maps). */
 const ROOTS = Array.from({ length: 256 }, (_, code) => (code > 8 ? Math.sqrt((code - 10) / 100) : code / 26));
 
+/** The index in `bytes` of the weight of token t on token s <= t. */
+function place(tokens, heads, layer, head, t, s) {
+  const triangle = (tokens * (tokens + 1)) / 2;
+  return (layer * heads + head) * triangle + s * tokens - (s * (s - 1)) / 2 + t - s;
+}
+
 /** The square root of the weight of token t on token s; 0 if s comes later. */
 function root(bytes, tokens, heads, layer, head, t, s) {
-  if (s > t) return 0;
-  const triangle = (tokens * (tokens + 1)) / 2;
-  return ROOTS[bytes[(layer * heads + head) * triangle + s * tokens - (s * (s - 1)) / 2 + t - s]];
+  return s > t ? 0 : ROOTS[bytes[place(tokens, heads, layer, head, t, s)]];
 }
 
 /** A stored weight; below 0.1 it is one of eight steps. */
@@ -77,7 +81,7 @@ async function start() {
   const at = (t) => text(tokens.ids[t]);
   const bits = (nats) => nats / Math.LN2;
   const flat = (nested) => nested.flat(Infinity);
-  const answer = text(tokens.next_ids[T - 1][0]); // the most probable token after the text
+  const [answer, second] = tokens.next_ids[T - 1].map(text); // the most probable tokens after the text
   const opening = largest(heads.effects); // the head to start with
 
   // layer is an index into data.layers, the layers that ran. stage is the row of the lens: layer + 1, or 0 for the
@@ -108,11 +112,12 @@ async function start() {
   }
 
   function choose(changes) {
+    const before = { ...chosen };
     Object.assign(chosen, changes);
     for (const key of Object.keys(sizes)) chosen[key] = Math.min(sizes[key] - 1, Math.max(0, chosen[key]));
     if ("layer" in changes) chosen.stage = chosen.layer + 1;
     else if (chosen.stage > 0) chosen.layer = chosen.stage - 1;
-    drawAll();
+    redraw(Object.keys(chosen).filter((key) => chosen[key] !== before[key]));
   }
 
   /** A list of predicted tokens, with the token that follows in the text marked. */
@@ -161,13 +166,6 @@ async function start() {
     put("after-title", "Predicted after ", token(at(t)));
     predictions("after", tokens.next_ids[t], tokens.next_p[t], t + 1 < T ? tokens.ids[t + 1] : undefined,
       t + 1 < T ? Math.exp(-tokens.surprisal[t + 1]) : undefined);
-  }
-
-  // ------------------------------------------------------------------------------------------------------- charts
-  function line(plot, values, cls = "line") {
-    const step = plot.width / values.length;
-    const points = values.map((value, i) => `${(plot.left + step * (i + 0.5)).toFixed(1)},${plot.y(value).toFixed(1)}`);
-    if (points.length) plot.svg.append(make("path", { class: cls, d: `M${points.join("L")}` }));
   }
 
   // --------------------------------------------------------------------------------------- before and after a change
@@ -229,11 +227,12 @@ async function start() {
   }
 
   // --------------------------------------------------------------------------------------------------- logit lens
+  const lowest = Math.max(2, ...flat(lens.rank));
   const LENS = {
     p: { label: "top token", reads: "The stronger the shade, the higher the row's probability of its top token; only in the last row is it the model's.",
       value: (m, n) => lens.top_p[m][n][0] },
     rank: { label: "rank of the answer", reads: "The stronger the shade, the higher the rank of the answer in this row: full at rank 1, none at the lowest rank in the picture.",
-      value: (m, n) => 1 - Math.log(lens.rank[m][n]) / Math.log(Math.max(2, ...flat(lens.rank))) },
+      value: (m, n) => 1 - Math.log(lens.rank[m][n]) / Math.log(lowest) },
     kl: { label: "divergence from the last row", reads: "The stronger the shade, the nearer to the last row's prediction: it is e to the power of −KL(last row ‖ this row).",
       value: (m, n) => Math.exp(-lens.kl[m][n]) },
   };
@@ -304,11 +303,11 @@ async function start() {
   // ---------------------------------------------------------------------------------------------------- all heads
   const HEADS = {
     maps: { label: "maps", reads: "Each square is the attention map of a head. A strong left edge is attention to the first token, a strong diagonal to the token itself or the one before." },
-    sink: { label: "first token", reads: "The stronger the shade, the higher the weight on the first token, from none at 0 to full at 1.", of: heads.sink, most: 1, word: "weight on the first token" },
-    previous: { label: "token before", reads: "The stronger the shade, the higher the weight on the previous token, from none at 0 to full at 1.", of: heads.previous, most: 1, word: "weight on the token before" },
-    effects: { label: "effect on the answer", reads: "The stronger the shade, the more the head adds to the logit of the answer after the last token; heads that lower it have no shade.", of: heads.effects, most: Math.max(1e-9, ...flat(heads.effects)), word: "effect on the logit of the answer" },
+    sink: { label: "first token", reads: "The stronger the shade, the higher the weight on the first token, from none at 0 to full at 1.", of: heads.sink, most: 1 },
+    previous: { label: "token before", reads: "The stronger the shade, the higher the weight on the previous token, from none at 0 to full at 1.", of: heads.previous, most: 1 },
+    effects: { label: "effect on the answer", reads: "The stronger the shade, the more the head adds to the difference of the two logits; heads that lower it have no shade.", of: heads.effects, most: Math.max(1e-9, ...flat(heads.effects)) },
     spread: { label: "spread", reads: "The effective number of attended tokens, e to the power of the entropy of the weights: no shade is one token, full shade the largest number of all heads.",
-      of: heads.spread, most: Math.max(...flat(heads.spread)), least: 1, word: "attended tokens" },
+      of: heads.spread, most: Math.max(...flat(heads.spread)), least: 1 },
   };
   let headsBox = null;
   const picture = { key: "", image: null }; // cache of the small maps; drawn again only if size or colours change
@@ -374,7 +373,7 @@ async function start() {
     means.push(`itself ${share(heads.itself[l][h])}`);
     put("heads-readout", make("b", {}, `head ${data.layers[l]}.${h}`),
       `: mean weights: ${means.join(", ")}; attends to ${figures(heads.spread[l][h])} tokens; adds ${plus(heads.effects[l][h])} to the logit of `,
-      token(answer));
+      token(answer), " minus that of ", token(second));
   }
 
   // ----------------------------------------------------------------------------------------------------- one head
@@ -391,10 +390,8 @@ async function start() {
     const cell = Math.min(32, (width - edge - 2) / T);
     const draw = prepared("map", edge + T * cell + 2), shade = ramp(), c = colours();
     mapBox = { edge, cell };
-    for (let t = 0; t < T; t++) for (let s = 0; s <= t; s++) {
-      draw.fillStyle = rgb(shade(root(bytes, T, H, chosen.layer, chosen.head, t, s)));
-      draw.fillRect(edge + s * cell, edge + t * cell, cell + 0.4, cell + 0.4);
-    }
+    draw.imageSmoothingEnabled = false;
+    draw.drawImage(headMap(chosen.layer, chosen.head, shade), edge, edge, T * cell, T * cell);
     draw.strokeStyle = c.line;
     draw.lineWidth = 1;
     draw.beginPath(); // the staircase of the causal mask
@@ -427,6 +424,17 @@ async function start() {
     showMap(chosen.token, bestKey(chosen.token));
   }
 
+  /** The map of a head on a canvas, one pixel for each weight. */
+  function headMap(l, h, shade) {
+    const sheet = make("canvas", { width: T, height: T });
+    const draw = sheet.getContext("2d"), image = draw.createImageData(T, T), colour = ROOTS.map((one) => [...shade(one), 255]);
+    for (let t = 0; t < T; t++) for (let s = 0; s <= t; s++) {
+      image.data.set(colour[bytes[place(T, H, l, h, t, s)]], 4 * (t * T + s));
+    }
+    draw.putImageData(image, 0, 0);
+    return sheet;
+  }
+
   function bestKey(t) {
     let best = 0;
     for (let s = 1; s <= t; s++) {
@@ -454,6 +462,10 @@ async function start() {
       node.addEventListener("click", () => choose({ token: s }));
       return node;
     }));
+  }
+
+  function drawScale() {
+    const shade = ramp();
     const width = Math.min(320, id("scale").clientWidth), steps = 40;
     const svg = make("svg", { viewBox: `0 0 ${width} 40`, height: 40, role: "img", "aria-label": "scale of the shades" });
     svg.style.width = `${width}px`;
@@ -549,20 +561,22 @@ async function start() {
   }
 
   // ------------------------------------------------------------------------------------------- drawing and controls
-  function drawAll() {
+  function drawControls() {
     for (const key of ["token", "layer", "head"]) id(key).value = chosen[key];
-    drawStrip();
-    drawChange();
-    drawPatching();
-    drawLens();
-    drawLensTable();
-    drawHeads();
-    drawMap();
-    drawRow();
-    drawProfile();
-    drawHands();
-    drawTurns();
-    drawNorms();
+  }
+
+  // What shows what of `chosen`. All of it also depends on the width of the window and on the colours.
+  const SHOWS = [[drawControls, "token", "layer", "head"], [drawStrip, "token"], [drawChange, "token"], [drawPatching],
+    [drawLens, "token", "stage", "lens"], [drawLensTable, "token", "stage"], [drawHeads, "layer", "head", "heads"],
+    [drawMap, "token", "layer", "head"], [drawRow, "token", "layer", "head"], [drawScale], [drawProfile, "layer", "head"],
+    [drawHands, "token"], [drawTurns], [drawNorms, "layer", "head"]];
+
+  /** Draw what shows one of these parts of `chosen`. */
+  function redraw(changed) {
+    for (const [draw, ...shown] of SHOWS) if (shown.some((key) => changed.includes(key))) draw();
+  }
+  function drawAll() {
+    for (const [draw] of SHOWS) draw();
   }
 
   function buildChoices(name, options, key) {
@@ -650,7 +664,7 @@ async function start() {
   Object.assign(chosen, { layer: opening[0], stage: opening[0] + 1, head: opening[1] });
   const first = bestKey(T - 1);
   put("opened", `The page opens on head ${data.layers[opening[0]]}.${opening[1]}: of all ${L * H} heads it has the largest direct effect on the logit of `,
-    token(answer), " after ", token(at(T - 1)), `, ${plus(heads.effects[opening[0]][opening[1]])}. There it attends most to `, token(at(first)),
+    token(answer), " minus that of ", token(second), " after ", token(at(T - 1)), `, ${plus(heads.effects[opening[0]][opening[1]])}. There it attends most to `, token(at(first)),
     `, with weight ${weight(root(bytes, T, H, ...opening, T - 1, first))}.`);
   drawAll();
   let waiting = 0;

@@ -143,3 +143,10 @@ function bars(plot, values, { cls = "bar", inset = 0.15, marked = -1, tooltip = 
     make("title", {}, tooltip(i))));
   });
 }
+
+/** A line through the middles of the bars that `bars` draws. */
+function line(plot, values, cls = "line") {
+  const step = plot.width / values.length;
+  const points = values.map((value, i) => `${(plot.left + step * (i + 0.5)).toFixed(1)} ${plot.y(value).toFixed(1)}`);
+  if (points.length) plot.svg.append(make("path", { class: cls, d: `M${points.join("L")}` }));
+}

@@ -21,6 +21,7 @@ const CHATS = ["What is the capital of Japan?", "Why is the sky blue?", "Name th
 const TEXTS = ["In the beginning God", "And he said unto them,", "The capital of Japan is"];
 const ENDS = { length: "largest length", context: "context full", stopped: "stopped", gone: "server gone" }; // of an incomplete answer
 
+const saved = JSON.parse(id("saved")?.textContent ?? "null"); // the view that this file holds, if it was saved and has no server
 let card = null; // the model, from /v1/models
 let turns = [{ n: 0, children: [], active: 0 }]; // turn 0 is the root
 let chosen = null; // the open token: {turn, i}, and what was chosen in its panel: against, head, key
@@ -64,6 +65,7 @@ const delivered = (promise, signal) => promise.catch((error) => {
 });
 
 async function call(path, body, signal) {
+  if (saved) throw new Refused("This file holds one view and works without a server, so nothing else can be computed.");
   for (;;) {
     const headers = { "Content-Type": "application/json" };
     if (sessionStorage.getItem("clearllama-key")) headers.Authorization = `Bearer ${sessionStorage.getItem("clearllama-key")}`;
@@ -98,18 +100,26 @@ async function* events(response, signal) {
 }
 
 async function connect() {
-  card = (await delivered((await call("v1/models")).json())).data[0];
+  card = saved?.card ?? (await delivered((await call("v1/models")).json())).data[0];
   const { weights, template, rounding, exact } = card.meta;
   const how = `Drawn probabilities can be ${rounding} above or below those of float32: the largest difference measured on two small models. `
     + `What happens inside is computed ${exact ? "in float32" : "with the same rounding"}.`;
   drawSettings();
   put("about", make("b", {}, card.id), ` · ${weights}`, rounding ? make("span", { title: how }, ` · p ± ${rounding}`) : "");
   document.title = `${card.id} · clearllama`;
-  const foreign = turns.slice(1).some((one) => one.model !== identity());
-  banner(foreign ? `Another model wrote answers of this conversation. This is ${card.id}; looks into those answers are off.` : "");
+  foreign();
   draw();
   drawStored();
   put("samples", ...(template ? CHATS : TEXTS).map((text) => press(text, () => ask(text))));
+}
+
+/** Say which other model wrote answers of this conversation. */
+function foreign() {
+  const other = turns.slice(1).find((one) => one.model !== identity());
+  const [its, own] = [`${other?.model}`, identity()].map((model) => plain(model.replace(/^(.*?)(?: \d+){4} (.*)$/s, "$1 ($2)")));
+  const text = `Another model, ${its}, wrote answers of this conversation. This is ${own}; looks into those answers are off.`;
+  if (saved) banner(`A view of an answer by ${own}, saved in ${card.meta.version}. It works without a server, so nothing else can be computed.`);
+  else if (!lost) banner(other ? text : "");
 }
 
 /** The message about an error: the server's, or that this page made the error, whose details are in the console. */
@@ -130,10 +140,10 @@ async function gone(turn) {
 }
 
 // -------------------------------------------------------------------------------------------------------------- the tree
-/** The turns that are shown, from the first to the last. */
-function path() {
+/** The turns of a tree that are shown, from the first to the last. */
+function path(tree = turns) {
   const shown = [];
-  for (let one = turns[0]; one.children.length;) shown.push(one = turns[one.children[one.active]]);
+  for (let one = tree[0]; one.children.length;) shown.push(one = tree[one.children[one.active]]);
   return shown;
 }
 
@@ -163,7 +173,9 @@ const contents = (turn) => messages(turn).map((one) => one.content).join("");
 function count() {
   const last = path().at(-1), used = last ? last.prompt.length + last.tokens.length : 0;
   put("count", `${thousands(used)} / ${thousands(card.meta.context)} tokens`);
-  put("trace", used > card.meta.traced ? `trace.html of the last ${card.meta.traced} tokens` : "trace.html of this text");
+  const part = used > card.meta.traced ? `the last ${card.meta.traced} tokens` : "this text";
+  put("trace", `trace.html of ${part}`);
+  put("npz", `activations (.npz) of ${part}`);
   return used;
 }
 
@@ -182,6 +194,7 @@ async function ask(question) {
 
 /** Another answer to the question of a turn, which begins with these tokens. */
 async function branch(turn, tokens, fields) {
+  if (saved) return say("Another answer needs a server: this file works without one.");
   while (running) await stop();
   const { question, system, prompt, seed, off, sampling } = turn, given = tokens.length;
   if (turn.model !== identity()) return;
@@ -273,7 +286,7 @@ function grow(turn) {
 function tokenNode(turn, i, decode) {
   const one = turn.tokens[i], end = card.meta.stop_ids.includes(one.id);
   const text = one.control ? (end ? "end" : one.text) : decode.decode(Uint8Array.from(bytes(one)), { stream: true });
-  const level = one.p >= 0.5 ? "" : one.p >= 0.1 ? "m1" : one.p >= 0.01 ? "m2" : "m3";
+  const level = one.p >= 0.1 ? "" : one.p >= 0.01 ? "m2" : "m3";
   const kind = `t ${one.control || !text ? "chip" : level} ${i === turn.first ? "first" : ""} ${text.startsWith("\n") ? "line" : ""}`;
   const node = make("span", { class: kind, id: `t${turn.n}-${i}`, "data-token": `${turn.n}-${i}`, role: "option", "aria-selected": "false" });
   const [, space, word] = /^( ?)(.*)$/s.exec(text ? plain(text) : hex(one));
@@ -311,7 +324,7 @@ function effect(turn) {
 }
 
 function describe(turn) {
-  const off = turn.off.length && `without head ${turn.off.map((one) => one.join(".")).join(", ")}${effect(turn)}`;
+  const off = turn.off.length && `without ${turn.off.map(partName).join(", ")}${effect(turn)}`;
   return [off, `seed ${turn.seed}`, `temperature ${turn.sampling.temperature}`, ENDS[turn.end] ?? turn.error].filter(Boolean).join(" · ");
 }
 
@@ -331,7 +344,7 @@ function turnNode(turn) {
   const buttons = busy ? [press("Stop", stop)] : [
     press("copy", () => navigator.clipboard.writeText(said(turn)).then(() => say("Copied.")), { class: "quiet" }),
     press("again", () => again(turn), { class: "quiet", title: "with the settings as they are now" }),
-    ...(turn.off.length ? [press("with all heads", () => branch(turn, [], { off: [] }), { class: "quiet" })] : []),
+    ...(turn.off.length ? [press("with all of the model", () => branch(turn, [], { off: [] }), { class: "quiet" })] : []),
     ...(resumable ? [press("continue", () => branch(turn, turn.tokens, {}), { class: "quiet" })] : [])];
   const foot = make("p", { class: "foot" }, make("span", {}, describe(turn)), ...buttons);
   return make("article", { id: `turn-${turn.n}`, class: busy ? "busy" : "" }, ...system, asked,
@@ -346,7 +359,9 @@ function draw() {
   id("question").placeholder = card.meta.template ? "Ask…" : path().length ? "More text, its first space included…" : "Begin a text to continue…";
   id("reading").hidden = true;
   count();
+  drawOff();
   mark();
+  markSources();
 }
 
 /** Show the next or previous branch of a turn. */
@@ -366,6 +381,7 @@ function edit(turn) {
   editing = turn;
   if (innerWidth < 1000) unselect(); // the sheet takes the place of the question
   id("question").value = turn.question;
+  drawOff();
   id("question").focus();
   say("Editing: Enter sends the changed question as another branch, Esc leaves it.");
 }
@@ -378,10 +394,12 @@ const ACTIONS = {
   tab: (value) => tab(value),
   key: (value) => look({ head: inside.head.head, key: Number(value) }),
   export: exportAs,
+  link: copyLink,
   open: (value) => id(value).showModal(),
   new: () => replace([{ n: 0, children: [], active: 0 }]),
   close: unselect,
   off: () => inside && switchOff(inside.head.head),
+  ...PANEL,
 };
 // what a key of the keyboard does when a turn is shown; single characters only in an answer that was focused by the keyboard
 const KEYS = {
@@ -425,7 +443,7 @@ async function start() {
     if (!running) ask(id("question").value);
   });
   document.addEventListener("click", ({ target }) => {
-    const found = target.closest("[data-token], [data-key], button"), [[name, value] = []] = Object.entries(found?.dataset ?? {});
+    const found = target.closest("[data-token], [data-key], [data-source], button"), [[name, value] = []] = Object.entries(found?.dataset ?? {});
     ACTIONS[name]?.(value);
   });
   id("against").addEventListener("change", () => look({ against: Number(id("against").value), head: undefined, key: undefined }));
@@ -436,12 +454,11 @@ async function start() {
   document.addEventListener("keydown", keydown);
   document.addEventListener("pointerdown", () => (keyed = false));
   addEventListener("pagehide", () => running && save());
+  startPanel();
   tab(innerWidth < 1000 ? "words" : "why");
-  const request = indexedDB.open("clearllama", 1), last = JSON.parse(sessionStorage.getItem("clearllama-conversation"));
-  request.onupgradeneeded = () => request.result.createObjectStore("conversations");
-  db = await settled(request).catch((error) => say(`This browser keeps no conversations: ${error.message}`));
-  if (db && last) [turns, key] = [(await settled(stored().get(last))) ?? turns, last];
-  await connect().catch((error) => failed(error, banner));
+  if (!saved) await openStore();
+  await connect().then(saved ? openSaved : openLink).catch((error) => failed(error, banner));
+  addEventListener("hashchange", openLink);
   document.documentElement.dataset.ready = "";
 }
 

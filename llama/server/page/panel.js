@@ -4,7 +4,7 @@
 function select(n, i) {
   if (!turns[n].tokens[i]) return;
   if (chosen?.turn !== n || chosen.i !== i) {
-    chosen = { turn: n, i };
+    chosen = saved?.open?.turn === n && saved.open.i === i ? { ...saved.open } : { turn: n, i };
     say("");
   }
   document.body.classList.add("open", "found");
@@ -16,9 +16,11 @@ function select(n, i) {
 
 function unselect() {
   request?.abort();
+  gridding?.abort();
   chosen = inside = null;
   document.body.classList.remove("open");
   mark();
+  markSources();
 }
 
 function mark() {
@@ -46,21 +48,28 @@ function drawWords() {
   const bar = (p) => make("span", { class: "both" }, make("span", { class: "p" }, share(p)), p ? track(p) : "");
   put("chosen", named(one), make("small", {}, ` position ${turn.prompt.length + chosen.i}`));
   id("own").value = "";
-  put("forced", one.forced ? `You chose this word; the model gave it ${share(one.p)}.` : "");
+  drawSentence();
+  put("linked", one.left ? "" : "A link holds all alternatives, and what the filters did, for the word only that was open.");
   put("alternatives", ...[...top, { p: rest("p"), q: rest("q") }].map((other, k) => {
-    const row = press("", () => take(k), { class: "row", "aria-current": other.id === one.id });
+    const current = other.id === one.id, cutHere = other.cut && k && !top[k - 1].cut;
+    const row = press("", () => take(k), { class: `row ${k < SHOWN || current ? "" : "extra"} ${cutHere ? "cut-here" : ""}`, "aria-current": current });
     row.disabled = k === top.length;
     row.append(k < 10 ? make("kbd", {}, (k + 1) % 10) : make("span"), make("span", { class: "ellipsis" }, k < top.length ? spelled(other) : "all others"), bar(other.p),
       other.cut ? make("span", { class: "cut" }, `cut by ${STAGES[other.cut][0]}`) : bar(other.q));
     return row;
   }));
-  put("kept", ...stages.filter((stage) => STAGES[stage]).map((stage) => {
-    const [label, does] = STAGES[stage], before = left[stages[stages.indexOf(stage) - 1]], cuts = !["penalties", "temperature"].includes(stage);
+  put("more", `${Math.max(0, top.length - SHOWN)} more`);
+  const cuts = (stage) => !["penalties", "temperature"].includes(stage), earlier = (stage) => left[stages[stages.indexOf(stage) - 1]];
+  const known = stages.filter((stage) => STAGES[stage]), active = known.filter((stage) => cuts(stage) && left[stage] < earlier(stage));
+  put("left", active.length ? `${active.map((stage) => STAGES[stage][0]).join(" and ")} left ${thousands(left[stages.at(-1)])} of ${thousands(left[stages[0]])} words`
+    : "No filter cut a word");
+  put("kept", ...known.map((stage) => {
+    const [label, does] = STAGES[stage];
     return make("li", {}, make("b", {}, label), ` ${does(turn.sampling, one.warm)}`,
-      cuts ? `: ${thousands(left[stage])} of ${thousands(before)} words left` : "");
+      cuts(stage) ? `: ${thousands(left[stage])} of ${thousands(earlier(stage))} words left` : "");
   }));
-  put("prompt-tokens", ...turn.prompt.map((other) =>
-    make("span", { class: other.control ? "token control" : "token" }, other.bytes ? hex(other) : plain(other.text))));
+  put("prompt-tokens", ...turn.prompt.map((other, position) => make("span", { class: other.control ? "token control" : "token", "data-source": position },
+    other.bytes ? hex(other) : plain(other.text))));
 }
 
 /** Go on with a word of one's own in place of the open token; a space before that token stays. */
@@ -78,11 +87,13 @@ function take(k) {
   branch(turn, [...turn.tokens.slice(0, chosen.i), { ...other, top: one.top, left: one.left, warm: one.warm, thought: one.thought, forced: true }], { first: chosen.i });
 }
 
+const SHOWN = 5, PARTS = 8; // alternatives and rows of Why that are shown at first
 let request = null; // the pending request to /look/inside, if any
 /** Ask for the inside of the open token, unless it is known. */
 function look(changes = {}, view = "") {
+  if (saved && "head" in changes) changes = {}; // only what was open is in the file
   Object.assign(chosen, changes);
-  if (view && innerWidth < 1000) tab(view);
+  if (view) tab(view);
   request?.abort();
   request = null;
   const turn = openTurn(), one = turn.tokens[chosen.i];
@@ -91,6 +102,7 @@ function look(changes = {}, view = "") {
   chosen.against ??= rival(one)?.id;
   const { against, head, key } = chosen, body = inspection({ against, head, key });
   if (inside === null) wait("…");
+  if (gridding?.body !== gridBody()) gridding?.abort();
   request = new AbortController();
   inspect(body, drawInside, wait, request.signal);
 }
@@ -113,7 +125,10 @@ async function inspect(body, show, tell, signal) {
 
 /** Show why the inside is not there. */
 function wait(text) {
-  if (text) inside = null;
+  if (text) {
+    inside = chosen.known = null;
+    markSources();
+  }
   put("waiting", text);
 }
 
@@ -127,55 +142,256 @@ function rival(one) {
 /** The token at a position of the text: of the prompt or of the answer. */
 const at = (position) => openTurn().prompt[position] ?? openTurn().tokens[position - openTurn().prompt.length];
 
+/** A head or the MLP of a layer, which is the number after those of the heads. */
+const isHead = (part) => part[1] < card.meta.n_heads;
+const partName = (part) => (isHead(part) ? `head ${part.join(".")}` : `MLP ${part[0]}`);
+
+/** 1 if the model prefers the open word to the other one, else -1. Effects are told for the word that it prefers. */
+const side = () => (inside.difference < 0 ? -1 : 1);
+const other = () => rivals(openTurn().tokens[chosen.i]).find((one) => one.id === chosen.against);
+/** The two words: the one that the model prefers, then the other one. */
+const pair = () => [openTurn().tokens[chosen.i], other()][side() < 0 ? "reverse" : "slice"]();
+
+const percent = (p) => `${figures(p > 0.999 && p < 1 ? 99.9 : 100 * p, p > 0.99 ? 3 : 2)} %`;
+const CONTINUED = /[\p{L}\p{M}\p{N}]$/u, CONTINUES = /^(?!\p{Ideographic}|[\u0e00-\u0eff\u3040-\u30ff])[\p{L}\p{M}\p{N}]/u;
+
+/** What the heads add by source word, the largest first: [effect, its positions]. */
+function byWord() {
+  const found = [];
+  inside.by_token.forEach((x, position) => {
+    const [one, last] = [at(position), at(position - 1)], effect = side() * x, text = (token) => (token?.control ? "" : token?.text ?? "");
+    if (CONTINUED.test(text(last)) && CONTINUES.test(text(one))) [found.at(-1)[0] += effect, found.at(-1)[1].push(position)];
+    else found.push([effect, [position]]);
+  });
+  return found.sort(([a], [b]) => Math.abs(b) - Math.abs(a));
+}
+const wordAt = (positions) => [named({ ...at(positions[0]), ...(positions[1] && { text: positions.map((one) => at(one).text).join("") }) }), make("sub", {}, positions[0])];
+
+/** The positions of the question in its prompt: [position, its bytes], none if they are not found there. */
+function asked(turn) {
+  const binary = (all) => Array.from(all, (byte) => String.fromCharCode(byte)).join(""), text = binary(new TextEncoder().encode(turn.question.trim()));
+  const pieces = turn.prompt.map((one) => (one.control ? "\0" : binary(bytes(one)))), whole = `${pieces.join("")}\0`, found = whole.lastIndexOf(`${text}\0`);
+  const start = found < 0 ? whole.lastIndexOf(text) : found, end = start + text.length;
+  let first = 0;
+  return start < 0 || !text ? [] : pieces.flatMap((piece, position) => {
+    const part = [...piece.slice(Math.max(0, start - first), Math.max(0, end - first))].map((one) => one.charCodeAt(0));
+    first += piece.length;
+    return part.length ? [[position, part]] : [];
+  });
+}
+
+/** Where a position is, for a sentence. */
+function whereabouts(position) {
+  const turn = openTurn(), question = asked(turn).map(([one]) => one);
+  if (position >= turn.prompt.length) return "in the answer";
+  if (question.includes(position)) return card.meta.template ? "in your question" : "in your text";
+  return at(position).control ? "among the control tokens" : position > question.at(-1) ? "in the chat template" : "earlier in the prompt";
+}
+
+/** The sentence at the top: the word, its probability, and what carries most of its difference to the other one. */
+function drawSentence() {
+  const one = openTurn().tokens[chosen.i], name = make("b", {}, named(one));
+  put("sentence", ...(one.forced ? ["You chose ", name, `; the model gave it ${percent(one.p)}. `] : [name, `, ${percent(one.p)}. `]));
+  if (!chosen.known) return;
+  const [embedding, heads, mlps] = ["embedding", "heads", "mlps"].map((part) => side() * inside.effects[part]), words = byWord(), [first, second] = words;
+  const [most, layer] = inside.layers.map((x, i) => [side() * x, i]).sort(([a], [b]) => b - a)[0], fixedPart = ([, [position]]) => !position || at(position).control;
+  const more = fixedPart(first) ? words.find((word) => !fixedPart(word) && CONTINUED.test(at(word[1].at(-1)).text ?? ""))
+    : Math.abs(second?.[0]) > Math.abs(first[0]) / 2 ? second : null;
+  const source = ([effect, positions]) => [...wordAt(positions), ` ${whereabouts(positions[0])} (${signed(effect)}${effect < 0 ? ", against it" : ""})`];
+  id("sentence").append(...(side() < 0 ? ["The model preferred ", make("b", {}, named(pair()[0])), ". "] : []),
+    heads > Math.max(mlps, embedding) ? "" : mlps > embedding ? `Most was added by the MLP layers (${signed(mlps)}; MLP ${layer}: ${signed(most)}). `
+      : `Most was added by the embedding of the last token (${signed(embedding)}). `,
+    heads > 0 ? `Of what the heads add for it (${signed(heads)}), the largest part comes from ` : `The heads together speak against it (${signed(heads)}); the largest part of this comes from `,
+    ...source(first), ...(more ? [fixedPart(first) ? " and, of the words, from " : " and from ", ...source(more)] : []), ".");
+}
+
 function drawInside(found) {
   wait("");
-  [inside, request] = [found, null];
-  const turn = openTurn(), one = turn.tokens[chosen.i], { embedding, heads, mlps } = found.effects;
-  const against = rivals(one).find((other) => other.id === chosen.against), than = against ? named(against).textContent : "0";
-  const [best] = found.heads, name = best.head.join("."), count = thousands(card.meta.n_layers * card.meta.n_heads);
-  put("this", named(one));
-  put("against", ...rivals(one).map((other) => make("option", { value: other.id }, spelled(other).textContent)));
-  id("against").value = against?.id;
-  put("summary", "Of all heads, ", make("b", {}, name), best.effect > 0 ? " adds most" : " has the largest effect, but against the word", ". It looked at ",
-    ...placed(best.position), ` (${share(best.weight)}).`);
-  put("terms", `A head is one of ${count} small parts that look back at earlier tokens; ${name} is head ${best.head[1]} of layer ${best.head[0]}.`,
-    " Its effect is in logits, for (+) or against (−) ", named(one), `: each logit multiplies its odds over ${than} by 2.7.`);
-  put("sink", named(at(0)), make("sub", {}, 0));
-  drawHeads();
-  const rest = found.difference - embedding - heads - mlps, rounding = Math.abs(rest) > 0.02 ? `, rounding ${signed(rest)}` : "";
-  const drift = Math.abs(found.p - one.p) > 0.005 ? ` ${card.meta.exact ? "In float32" : "Computed again"}, its probability is ${share(found.p)}; it was drawn with ${share(one.p)}, by faster arithmetic.` : "";
-  put("sums", named(one), ` is ${fixed(Math.abs(found.difference))} logits ${found.difference < 0 ? "behind" : "ahead of"} ${than}`,
-    `: all ${count} heads together, for and against it, ${signed(heads)}, the MLPs ${signed(mlps)}, the embedding ${signed(embedding)}${rounding}.${drift}`);
-  if (!card.meta.exact && Math.abs(found.difference) < 1) put("sums", named(one), ` and ${than} are equally probable within the model’s rounding.${drift}`);
+  [inside, request, chosen.known] = [found, null, true];
+  const one = openTurn().tokens[chosen.i], [word, less] = pair(), than = named(less).textContent;
+  const { embedding, heads, mlps } = found.effects, size = Math.abs(found.difference), added = (x) => signed(side() * x);
+  drawSentence();
+  put("this", side() < 0 ? "Why not " : "Why ", named(one), side() < 0 ? ", but " : ", not ");
+  put("against", ...rivals(one).map((rival) => make("option", { value: rival.id }, spelled(rival).textContent)));
+  id("against").value = chosen.against;
+  const drift = Math.abs(found.p - one.p) > 0.005 ? ` ${card.meta.exact ? "In float32" : "Computed again"}, the probability of ${named(one).textContent} is ${share(found.p)}; it was drawn with ${share(one.p)}, by faster arithmetic.` : "";
+  put("sums", named(word), ` is ${fixed(size)} logits ahead of ${than}: the heads add ${added(heads)}, the MLP layers ${added(mlps)}, the embedding ${added(embedding)}.${drift}`);
+  if (!card.meta.exact && size < 1) put("sums", named(word), ` and ${than} are equally probable within the model’s rounding.${drift}`);
+  put("terms", "Effects are in logits, for (+) or against (−) ", named(word), `: each logit multiplies its odds over ${than} by 2.7.`);
+  put("of", `adds, of ${fixed(size)}`);
+  const words = byWord(), rest = words.slice(5).reduce((sum, [x]) => sum + x, 0);
+  put("by-word", ...words.slice(0, 5).flatMap(([x, positions]) => [...wordAt(positions), ` ${signed(x)}, `]), `all others ${signed(rest)}.`);
+  drawParts();
+  drawGrid();
   drawHead();
   drawLens();
+  markSources();
 }
 
 /** A position and its token, as nodes. */
 const placed = (position) => [position === 0 ? "first token" : named(at(position)), make("sub", {}, position)];
 
-/** What the model computes with a further head off, if it was measured. */
-const without = (head) => inspection({ off: [...openTurn().off, head] });
+/** What the model computes with a further head or MLP layer off, if it was measured. */
+const without = (part) => inspection({ against: chosen.against, off: [...openTurn().off, part] });
 
-function drawHeads() {
-  const most = Math.max(...inside.heads.map((other) => Math.abs(other.effect))), shown = `${inside.head.head}`;
-  put("heads", ...inside.heads.map(({ head, effect, position, weight }) => {
-    const open = press("", () => look({ head, key: undefined }, "head"), { class: "name", "aria-current": `${head}` === shown });
-    open.append(make("b", {}, head.join(".")), make("span", { class: "p" }, signed(effect)),
-      track(Math.abs(effect) / most, effect < 0 ? "fill less" : "fill"), make("span", { class: "looks ellipsis" }, "→ ", ...placed(position), ` ${share(weight)}`));
-    const body = without(head), found = seen.get(body), measure = () => inspect(body, () => inside && drawHeads(), say);
-    return make("div", { class: "one" }, open,
+/** Heads and MLP layers, those with the largest effects first, then the sums of all others: together the difference. */
+function drawParts() {
+  const { n_heads, n_layers } = card.meta, { embedding, heads, mlps } = inside.effects, open = `${chosen.part ?? inside.head.head}`;
+  const all = [...inside.heads.map((one) => ({ ...one, part: one.head })), ...inside.layers.map((effect, layer) => ({ part: [layer, n_heads], effect }))]
+    .sort((a, b) => Math.abs(b.effect) - Math.abs(a.effect)), shown = all.filter(({ part }, i) => i < PARTS || `${part}` === open);
+  const sum = (kind) => shown.reduce((found, one) => found + (isHead(one.part) === kind ? one.effect : 0), 0), listed = shown.filter((one) => isHead(one.part)).length;
+  const others = [[`${thousands(n_layers * n_heads - listed)} other heads`, heads - sum(true)], [`${n_layers - shown.length + listed} other MLP layers`, mlps - sum(false)],
+    ["the embedding", embedding], ["rounding, biases", inside.difference - heads - mlps - embedding]].filter(([, x], i) => i < 3 || Math.abs(x) >= 0.005);
+  const row = (node, name, effect, ...more) => {
+    node.append(make("b", {}, name), make("span", { class: "p" }, signed(side() * effect)),
+      track(Math.abs(effect / all[0].effect), side() * effect < 0 ? "fill less" : "fill"), make("span", { class: "looks ellipsis" }, ...more));
+    return node;
+  };
+  put("parts", ...shown.map(({ part, effect, sources }) => {
+    const current = `${part}` === open, choose = () => look({ part, ...(isHead(part) && { head: part, key: undefined }) });
+    const body = without(part), found = seen.get(body), measure = () => inspect(body, () => inside && drawInside(inside), say);
+    const from = sources ? ["from ", ...placed(sources[0][0]), ` ${signed(side() * sources[0][1])}`] : [];
+    return make("div", { class: "one" }, row(press("", choose, { class: "name", "aria-expanded": current }), partName(part).replace("head ", ""), effect, ...from),
       found ? make("b", { class: "p" }, `${share(inside.p)} → ${share(found.p)}`)
-        : press("probability", measure, { class: "small", title: "of this word with the head off" }),
-      press("new answer", () => switchOff(head), { class: "small", title: "answer again with the head off" }));
-  }));
+        : press("test", measure, { class: "small", title: `the probability of this word without ${partName(part)}` }),
+      ...(current ? [make("p", { class: "opened" }, ...contributed(part), ...totals(part), make("span", { class: "buttons" },
+        press("new answer", () => switchOff(part), { title: `answer again without ${partName(part)}` }),
+        ...(isHead(part) ? [press("its weights", () => tab("head"))] : [])))] : []));
+  }), ...others.map(([name, effect]) => make("div", { class: "one rest" }, row(make("p", { class: "name" }), name, effect))));
 }
+
+/** The sources that contribute most to a listed head, as a sentence. */
+function contributed(part) {
+  const found = inside.heads.find((one) => `${one.head}` === `${part}`);
+  if (!found) return isHead(part) ? [] : [`The MLP of layer ${part[0]} reads the last token only, in which earlier layers have gathered the others. `];
+  return [`Of its effect ${signed(side() * found.effect)}, the largest parts come from `, ...found.sources.flatMap(([position, x], i) =>
+    [i ? ", " : "", ...placed(position), ` ${signed(side() * x)}`]), ". "];
+}
+
+/** The direct effect of a part beside its total effect, as a sentence, if one was measured. */
+function totals(part) {
+  const [layer, head] = part, grid = seen.get(gridBody(false)), found = seen.get(without(part));
+  const direct = inside.heads.find((one) => `${one.head}` === `${part}`)?.effect ?? inside.layers[isHead(part) ? -1 : layer];
+  const total = found ? inside.difference - found.difference : grid?.total[layer][head];
+  if (total === undefined || direct === undefined) return [];
+  return ["Direct ", make("b", {}, signed(side() * direct)), ", total ", make("b", {}, signed(side() * total)),
+    ": without it, the difference changes by its total effect. They differ, since later layers react to its absence (self-repair). "];
+}
+
+// ------------------------------------------------------------------------------------------------- marks of the sources
+/** Mark the tokens before the open word by what they contribute to it through the heads, or remove the marks. */
+function markSources() {
+  for (const node of document.querySelectorAll("[data-sign]")) {
+    for (const name of ["style", "title", "aria-description", "data-sign"]) node.removeAttribute(name);
+  }
+  for (const node of document.querySelectorAll(".question:has([data-source])")) node.replaceChildren(node.textContent);
+  document.body.classList.toggle("sourced", Boolean(chosen?.known));
+  if (!chosen?.known) return;
+  const turn = openTurn(), question = document.querySelector(`#turn-${turn.n} .question`), decode = decoder(), found = asked(turn), text = turn.question;
+  if (found.length) {
+    const [before_, after] = [/^\s*/.exec(text)[0], /\s*$/.exec(text)[0]];
+    question?.replaceChildren(before_, ...found.flatMap(([position, part]) => {
+      const [, space, word] = /^(\s*)(.*)$/s.exec(decode.decode(Uint8Array.from(part), { stream: true }));
+      return [space, make("span", { "data-source": position }, plain(word))];
+    }), after);
+  }
+  const most = Math.max(...inside.by_token.map(Math.abs)), shade = ramp();
+  inside.by_token.forEach((x, position) => {
+    const own = id(`t${turn.n}-${position - turn.prompt.length}`), told = contribution(position);
+    const nodes = own ? [own.querySelector(".w")] : document.querySelectorAll(`[data-source="${position}"]`);
+    for (const node of nodes) {
+      node.title = told;
+      (own ?? node).setAttribute("aria-description", told);
+      (own ?? node).dataset.sign ??= "";
+      node.dataset.sign = Math.abs(x) < most / 20 ? "" : side() * x < 0 ? "−" : "+";
+      if (node.dataset.sign) shaded(node, shade((0.6 * Math.abs(x)) / most));
+    }
+  });
+}
+
+/** What a token contributes, for its title. */
+function contribution(position) {
+  const [word, less] = pair().map((one) => named(one).textContent);
+  return `${signed(side() * inside.by_token[position])} logits through the heads, for ${word} over ${less}`;
+}
+
+// ------------------------------------------------------------------------------------------------ all heads and layers
+let gridding = null; // the grid that is being computed: {body, abort, done, of}
+const gridBody = (mean = id("mean").checked) => inspection({ against: chosen.against, mean });
+// a measure of the grid: what it says
+const MEASURES = {
+  direct: "What the part adds to the difference without later layers.",
+  total: "What the difference loses without the part, with all that later layers change.",
+  previous: "The mean weight of the head on the token before.",
+  induction: "The mean weight of the head on tokens that followed the same token earlier.",
+  first: "The mean weight of the head on the first token.",
+};
+
+async function computeGrid() {
+  const body = gridBody(), abort = new AbortController();
+  gridding?.abort();
+  gridding = { body, abort: () => abort.abort(), done: 0, of: 1 };
+  drawGrid();
+  try {
+    for await (const event of events(await call("look/grid", body, abort.signal), abort.signal)) {
+      if (event.error) throw new Refused(event.error.message);
+      if (!event.of) seen.set(body, event);
+      else if (gridding?.body === body) Object.assign(id("gridded"), { value: event.done, max: event.of });
+    }
+    if (!seen.has(body)) throw new Gone("the connection ended");
+  } catch (error) {
+    if (!abort.signal.aborted) failed(error, say);
+  }
+  if (gridding?.body === body) gridding = null;
+  if (inside) drawInside(inside);
+}
+
+function drawGrid() {
+  const body = gridBody(), found = seen.get(body), busy = gridding?.body === body, { n_heads, gridded } = card.meta, S = inside.by_token.length;
+  id("gridded").hidden = id("stop-grid").hidden = !busy;
+  id("compute").hidden = busy || Boolean(found);
+  id("compute").disabled = S > gridded;
+  put("too-long", S > gridded ? `The text before this word has ${thousands(S)} tokens; the grid is computed for at most ${thousands(gridded)}.` : "");
+  id("measured").hidden = !found;
+  put("grid");
+  if (!found) return;
+  id("measure").querySelector("[value=induction]").disabled = !found.induction;
+  const name = id("measure").value, effects = ["direct", "total"].includes(name), factor = effects ? side() : 1, shade = ramp();
+  const values = found[name].map((row) => row.map((x) => factor * x)), biggest = (all) => Math.max(1e-6, ...all.flat().map(Math.abs));
+  const most = biggest(values.map((row) => row.slice(0, n_heads))), mlp = biggest(values.map((row) => row.slice(n_heads))), open = `${chosen.part ?? inside.head.head}`;
+  const cell = (x, layer, head) => {
+    const part = [layer, head], size = Math.abs(x) / (head < n_heads ? most : mlp), label = `${partName(part)}: ${effects ? signed(x) : share(x)}`;
+    const text = n_heads > 12 ? "" : Math.abs(x) < 0.05 ? "" : x.toFixed(1).replace("-", "−");
+    const node = press(text, () => look({ part, ...(isHead(part) && { head: part, key: undefined }) }, isHead(part) ? "head" : ""),
+      { title: label, "aria-label": label, "aria-current": `${part}` === open, tabindex: layer + head ? -1 : 0, "data-sign": size < 0.05 ? "" : x < 0 ? "−" : "+" });
+    return make("td", {}, shaded(node, shade(0.8 * size)));
+  };
+  put("meaning", MEASURES[name], effects ? " The column of the MLP layers has a scale of its own." : "");
+  put("grid", make("tr", {}, make("th", {}), ...values[0].map((_, head) => make("th", { scope: "col" }, head < n_heads ? head : "MLP"))),
+    ...values.map((row, layer) => make("tr", {}, make("th", { scope: "row" }, layer), ...row.map((x, head) => cell(x, layer, head)))));
+}
+
+/** The heads and MLP layers that the next answer does without, above the box. */
+function drawOff() {
+  const turn = editing ?? path().at(-1), off = turn?.off ?? [];
+  put("without", ...(off.length ? ["Without ", ...off.flatMap((part) => [make("b", {}, partName(part)),
+    press("switch on", () => branch(turn, [], { off: off.filter((one) => one !== part) }), { class: "quiet", title: "and answer again" })])] : []));
+}
+
+// as ACTIONS of page.js
+const PANEL = {
+  more: () => id("alternatives").classList.toggle("all") || id("alternatives").focus(),
+  source: (value) => inside && say(`${named(at(Number(value))).textContent}: ${contribution(Number(value))}.`),
+  compute: () => computeGrid(),
+  halt: () => gridding?.abort(),
+};
 
 function drawHead() {
   const { head: at_, weights, key: k, scores } = inside.head, name = at_.join("."), S = weights.length, shade = ramp();
   put("head-title", `Head ${name}`, make("small", {}, ` layer ${at_[0]}, head ${at_[1]}`));
   put("head-reads", "From ", ...placed(S - 1), ", where the next word was ", named(at(S)), ", it looked at ", ...placed(k), " with weight ",
-    make("b", {}, share(weights[k])), ...(k ? [" and at the first token, ", named(at(0)), `, with ${share(weights[0])}`] : []), ".");
+    make("b", {}, share(weights[k])), ...(k ? [" and at the first token, ", named(at(0)), `, with ${share(weights[0])}`] : []), ". ",
+    ...contributed(at_), ...totals(at_));
   const most = Math.max(...weights);
   put("row", ...weights.map((weight, position) => {
     const node = shaded(spelled(at(position)), shade(Math.sqrt(weight / most)));
@@ -228,6 +444,35 @@ function drawLens() {
 
 function tab(name) {
   id("panel").dataset.tab = name;
-  for (const button of id("tabs").children) button.setAttribute("aria-pressed", button.dataset.tab === name);
+  for (const button of id("tabs").children) {
+    const open = button.dataset.tab === name;
+    button.setAttribute("aria-selected", open);
+    button.tabIndex = open ? 0 : -1;
+  }
   if (inside) drawPairs(); // a hidden chart has no width
+}
+
+/** Let arrow keys move among the buttons of an element: to the left and right, and by so many up and down. */
+function arrows(name, columns) {
+  id(name).addEventListener("keydown", (event) => {
+    const by = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns(), ArrowDown: columns() }[event.key];
+    const all = [...id(name).querySelectorAll("button")].filter((one) => one.checkVisibility());
+    if (!by) return;
+    event.preventDefault();
+    event.stopPropagation(); // elsewhere, arrows choose a token
+    all[all.indexOf(event.target) + by]?.focus();
+  });
+}
+
+function startPanel() {
+  for (const button of id("tabs").children) {
+    const { tab: name } = button.dataset, attributes = { role: "tab", id: `tab-${name}`, "aria-controls": name };
+    for (const [attribute, value] of Object.entries(attributes)) button.setAttribute(attribute, value);
+    id(name).setAttribute("role", "tabpanel");
+    id(name).setAttribute("aria-labelledby", `tab-${name}`);
+  }
+  arrows("tabs", () => 0);
+  id("tabs").addEventListener("focusin", ({ target }) => tab(target.dataset.tab));
+  arrows("grid", () => card.meta.n_heads + ["direct", "total"].includes(id("measure").value));
+  for (const name of ["measure", "mean"]) id(name).addEventListener("change", drawGrid);
 }
