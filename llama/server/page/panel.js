@@ -227,8 +227,9 @@ function drawInside(found) {
   put("this", side() < 0 ? "Why not " : "Why ", named(one), side() < 0 ? ", but " : ", not ");
   put("against", ...rivals(one).map((rival) => make("option", { value: rival.id }, spelled(rival).textContent)));
   id("against").value = chosen.against;
-  const drift = Math.abs(found.p - one.p) > 0.005 ? ` Computed again, the probability of ${named(one).textContent} is ${share(found.p)}; it was drawn with ${share(one.p)}.` : "";
+  const drift = Math.abs(found.p - one.p) > 0.005 ? ` ${card.meta.exact ? "In float32" : "Computed again"}, the probability of ${named(one).textContent} is ${share(found.p)}; it was drawn with ${share(one.p)}, by faster arithmetic.` : "";
   put("sums", named(word), ` is ${fixed(size)} logits ahead of ${than}: the heads add ${added(heads)}, the MLP layers ${added(mlps)}, the embedding ${added(embedding)}.${drift}`);
+  if (!card.meta.exact && size < 1) put("sums", named(word), ` and ${than} are equally probable within the model’s rounding.${drift}`);
   put("terms", "Effects are in logits, for (+) or against (−) ", named(word), `: each logit multiplies its odds over ${than} by 2.7.`);
   put("of", `adds, of ${fixed(size)}`);
   const own = direct(), read = bySize(words().map((all) => [all.reduce((sum, position) => sum + own[position], 0), all])), sum = (rows) => rows.reduce((a, [x]) => a + x, 0);
