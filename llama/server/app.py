@@ -24,6 +24,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ..inside import trace_page
+from ..inside.jacobian import JacobianLens
 from ..text import Llama
 from .api import DISCONNECTED, Api, Format, Reply, Stream, refusal
 from .engine import COUNTED, Engine, Inbox, Look, Steps
@@ -49,7 +50,7 @@ AUTHENTICATE = {"WWW-Authenticate": "Bearer"}
 MAY_HAVE_SCHEMA = re.compile(rb'(response_format|tool_choice|tools|\\u[0-9a-fA-F]{4}[a-z_]{0,14})"\s*:|\0')
 # path -> file in the package. The page needs no key; what it shows does
 PAGE = {"/": "server/page/index.html"}
-PAGE |= {f"/{name}": f"server/page/{name}" for name in ("page.css", "page.js", "panel.js", "keep.js")}
+PAGE |= {f"/{name}": f"server/page/{name}" for name in ("page.css", "page.js", "panel.js", "lens.js", "keep.js")}
 PAGE |= {f"/{name}": f"inside/trace_page/{name}" for name in ("shared.css", "shared.js", "tokens.css", "tokens.js")}
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 PAGE_HEADERS = {
@@ -67,11 +68,11 @@ Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 class Server:
-    """A model behind HTTP. `model` is its name in requests; `key` the API key, or None."""
+    """A model behind HTTP. `model` is its name in requests; `key` the API key, or None; `lens` for its looks."""
 
-    def __init__(self, engine: Engine, model: str, key: str | None):
+    def __init__(self, engine: Engine, model: str, key: str | None, lens: JacobianLens | None = None):
         self.llm, self.engine, self.model, self.key, self.limits = engine.llm, engine, model, key, engine.limits
-        self.looks, self.started = Looks(self.llm, model), int(time.time())
+        self.looks, self.started = Looks(self.llm, model, lens), int(time.time())
         self.statuses: Counter[tuple[str, int]] = Counter()  # responses by path and status
         self.received = 0  # bytes of bodies that are not parsed yet
         self.parsing, self.compiling = asyncio.Semaphore(self.limits.parsed), asyncio.Semaphore(self.limits.compiled)

@@ -37,6 +37,7 @@ from ..inside.ablation import ablation_grid, without_sources
 from ..inside.exact import can_copy, float32_copy, float32_logits, rounding
 from ..inside.hooks import Function, activations, patch
 from ..inside.intervene import ablated
+from ..inside.jacobian import JacobianLens
 from ..inside.patching import patching_steps
 from ..model import Transformer
 from ..rope import interleaved_to_half
@@ -48,7 +49,7 @@ from .spelling import Spelling
 
 T = TypeVar("T")
 Put = Mapping[str, Function]  # a change of the model, as of hooks.patch
-SHOWN_HEADS, SHOWN_ROWS = 8, 3  # best heads, most probable tokens in a row of the lens
+SHOWN_HEADS, SHOWN_ROWS, SHOWN_WORDS = 8, 3, 5  # best heads, tokens in a row of a lens, words of its curves
 LARGEST_FILE = 2**29  # bytes of activations
 # TransformerLens' names of our tensors. What it has at other hooks differs: q and k are those before Qwen3's norms, and
 # the results of norms those before the norm's weight.
@@ -74,8 +75,8 @@ class Looks:
     a copy. Each of the two models has a cache for it as it is, and one for it with heads switched off.
     """
 
-    def __init__(self, llm: Llama, name: str):
-        self.llm, self.model, self.name = llm, llm.model, name
+    def __init__(self, llm: Llama, name: str, lens: JacobianLens | None = None):
+        self.llm, self.model, self.name, self.lens = llm, llm.model, name, lens
         self.n_vocab = llm.tokenizer.n_vocab
         self.token = Spelling(llm.tokenizer).entry
         self.longest = min(LONGEST_LOOK, llm.model.max_seq_len)
@@ -286,17 +287,25 @@ class Looks:
         found = {"token": self.token(token), "p": p, "difference": float(difference)}
         found |= {"effects": {name: float(value) for name, value in sums.items()}, "heads": strongest}
         found |= {"layers": mlps.tolist(), "by_token": [_short(x) for x in sources.sum((0, 1)).tolist()]}
-        found |= {"lens": self._lens(lens, token), "head": self._head(layer, number, key, seen, weights, kept)}
+        words = lens[-1].topk(min(SHOWN_WORDS, self.n_vocab)).indices.tolist()
+        found |= {"words": [self.token(id) for id in words], "lens": self._lens(lens, token, words)}
+        if self.lens is not None:
+            moved = self.lens.logits(model, dict(enumerate(rows[1:])))[:, : self.n_vocab]  # (N, V)
+            layers = [{"layer": layer} for layer in self.lens.matrices]
+            found["jacobian"] = [at | row for at, row in zip(layers, self._lens(moved, token, words), strict=True)]
+        found |= {"head": self._head(layer, number, key, seen, weights, kept)}
         kept.cache.trim(len(ids) - 1)  # the hooks may have changed the rounding of the last key
         yield found
 
-    def _lens(self, logits: Tensor, token: int) -> list[dict[str, Any]]:
-        p = logits.softmax(-1)  # (L + 1, V)
-        best, rank = p.topk(SHOWN_ROWS), 1 + (logits > logits[:, token, None]).sum(-1)
+    def _lens(self, logits: Tensor, token: int, words: list[int]) -> list[dict[str, Any]]:
+        """For each row of a lens (N, V): its best tokens, p and rank of a token, and the ranks of the words."""
+        p = logits.softmax(-1)  # (N, V)
+        best, (rank, *ranks) = p.topk(SHOWN_ROWS), ((logits > logits[:, [id]]).sum(-1) + 1 for id in (token, *words))
         found = []
-        for ids, values, own, place in zip(*best[::-1], p[:, token].tolist(), rank.tolist(), strict=True):
+        for row, (values, ids) in enumerate(zip(*best, strict=True)):
             top = [{**self.token(id), "p": _short(x)} for id, x in zip(ids.tolist(), values.tolist(), strict=True)]
-            found.append({"top": top, "p": _short(own), "rank": place})
+            own = {"p": _short(float(p[row, token])), "rank": int(rank[row])}
+            found.append({"top": top, **own, "ranks": [int(word[row]) for word in ranks]})
         return found
 
     def _head(
