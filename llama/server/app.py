@@ -30,7 +30,16 @@ from .api import DISCONNECTED, Api, Format, Reply, Stream, refusal
 from .engine import COUNTED, Engine, Inbox, Look, Steps
 from .look import Looks
 from .openai import Chat, Completions
-from .requests import check_model, parse_answer, parse_body, parse_grid, parse_inspection, parse_page, parse_sources
+from .requests import (
+    check_model,
+    parse_answer,
+    parse_body,
+    parse_grid,
+    parse_inspection,
+    parse_page,
+    parse_patching,
+    parse_sources,
+)
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +87,7 @@ class Server:
         get |= {"/v1/models/{id:path}": self.models, "/view.html": self.view, **dict.fromkeys(PAGE, self.page)}
         post: dict[str, Endpoint] = {path: partial(self.complete, api) for path, api in APIS.items()}
         post |= {"/look/answer": self.look_answer, "/look/inside": self.look_inside, "/look/grid": self.look_grid}
-        post |= {"/look/sources": self.look_sources}
+        post |= {"/look/sources": self.look_sources, "/look/patch": self.look_patch}
         post |= {"/look/page": partial(self.look_file, self.looks.page, "text/html")}
         post |= {"/look/activations": partial(self.look_file, self.looks.activations, "application/octet-stream")}
         routes = [Route(path, self._counted(path, endpoint)) for path, endpoint in get.items()]
@@ -202,6 +211,10 @@ class Server:
 
     async def look_grid(self, request: Request) -> Response:
         look = Look(self.looks.grid(**await self._parsed(request, parse_grid)), self.engine)
+        return Stream(look.news(), look, EVENTS)
+
+    async def look_patch(self, request: Request) -> Response:
+        look = Look(self.looks.patching(**await self._parsed(request, parse_patching)), self.engine)
         return Stream(look.news(), look, EVENTS)
 
     async def look_file(self, look: Callable[[list[int]], Steps], kind: str, request: Request) -> Response:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,17 +16,20 @@ import pytest
 import requests
 import torch
 
+from llama import loader
 from llama.generate import generate
 from llama.generation import batch
 from llama.generation.batch import Batch
 from llama.generation.structured import compile_grammar
-from llama.inside.hooks import Place, activations, patch
+from llama.inside.hooks import Function, Place, activations, patch
 from llama.inside.intervene import ablated
 from llama.inside.jacobian import JacobianLens
-from llama.sampling import SamplingParams
+from llama.inside.patching import patching_grid
+from llama.sampling import SamplingParams, choose, random_generator
 from llama.server.app import PAGE
 from llama.server.engine import Look
 from llama.server.look import Looks
+from llama.system.memory import Room
 from llama.text import Llama
 from tests.server.serving import Running, running
 
@@ -236,6 +240,142 @@ def test_an_answer_with_a_head_off_is_that_of_the_ablated_model(server: Running,
     assert answer(server, messages=MESSAGES, seed=5, max_tokens=20, temperature=1.0) == plain
 
 
+# ---------------------------------------------------------------------------------------------------------- two prompts
+def other_ids(llm: Llama) -> list[int]:
+    """MESSAGES with another word in the place of one token."""
+    ids = llm.encode_chat(MESSAGES)
+    return [*ids[:-9], ids[-9] ^ 3, *ids[-8:]]
+
+
+def putting(row: torch.Tensor, t: int) -> Function:
+    """Replace the vector of the token at position t, if it is among the new ones."""
+
+    def put(h: torch.Tensor, at: Place) -> torch.Tensor:
+        for i, position in enumerate([] if at.positions is None else at.positions.tolist()):
+            if position == t:
+                h[:, i] = row
+        return h
+
+    return put
+
+
+def test_the_patching_grid_is_that_of_the_library(server: Running, tiny_llm: Llama) -> None:
+    ids, other = tiny_llm.encode_chat(MESSAGES), other_ids(tiny_llm)
+    token, against = np.argsort(-next_logits(tiny_llm, ids))[[0, 2]].tolist()
+    response = post(server, "/look/patch", ids=ids, other=other, token=token, against=against)
+    *progress, found = [json.loads(line[6:]) for line in response.text.split("\n\n") if line]
+    assert progress == [{"done": i + 1, "of": len(progress)} for i in range(len(progress))]
+    assert [ids_of(found[name]) for name in ("source", "target", "answers")] == [other, ids, [against, token]]
+    target, source = (next_logits(tiny_llm, one)[against] - next_logits(tiny_llm, one)[token] for one in (ids, other))
+    assert found["differences"] == pytest.approx([source, target], abs=1e-4)
+    restored = np.array(found["restored"])
+    assert restored.shape == (2, len(ids))
+    with activations(tiny_llm, "resid_pre.*") as seen:
+        tiny_llm.model(torch.tensor([other]))
+    for layer, t in ((0, len(ids) - 9), (1, len(ids) - 1), (1, len(ids) - 6), (1, 3)):
+        with patch(tiny_llm, {f"resid_pre.{layer}": putting(seen[f"resid_pre.{layer}"][0, t], t)}):
+            logits = next_logits(tiny_llm, ids)
+        expected = (logits[against] - logits[token] - target) / (source - target)
+        assert restored[layer, t] == pytest.approx(expected, abs=1e-3)
+    most = next_logits(tiny_llm, ids).argmax()
+    other = next(one for c in range(20, 60) if next_logits(tiny_llm, one := [*ids[:-1], c]).argmax() != most)
+    *progress, last = post(server, "/look/patch", ids=ids, other=other).text.split("data: ")
+    assert len(progress) == 1 + 2 + 1  # a blank, and the layers from the patched one on: 2, then 1
+    grid = patching_grid(tiny_llm, other, ids)
+    assert json.loads(last)["restored"] == [pytest.approx(row, abs=1e-6) for row in grid.restored.tolist()]
+
+
+@pytest.mark.parametrize("off", [[], [[1, 2]]])
+def test_a_patched_answer_is_that_of_the_patched_model(server: Running, tiny_llm: Llama, off: list[Any]) -> None:
+    ids, other, t = tiny_llm.encode_chat(MESSAGES), other_ids(tiny_llm), len(tiny_llm.encode_chat(MESSAGES)) - 1
+    body: dict[str, Any] = {"messages": MESSAGES, "off": off, "seed": 5, "max_tokens": 20, "temperature": 1.0}
+    plain = answer(server, **body)
+    _, tokens, _ = answer(server, **body, patch={"other": other, "layer": 1, "position": t})
+    heads = [tuple(head) for head in off]
+    with ablated(tiny_llm.model, heads), activations(tiny_llm, "resid_pre.1") as seen:
+        tiny_llm.model(torch.tensor([other]))
+
+    params = SamplingParams(max_new_tokens=20, temperature=1.0, seed=5)
+    stops, n_vocab = tiny_llm.tokenizer.stop_ids, tiny_llm.tokenizer.n_vocab
+    with ablated(tiny_llm.model, heads), patch(tiny_llm, {"resid_pre.1": putting(seen["resid_pre.1"][0, t], t)}):
+        expected = [*generate(tiny_llm.model, ids, params, stop_ids=stops, n_vocab=n_vocab)]
+        p = softmax(next_logits(tiny_llm, ids))
+    assert ids_of(tokens) == [token.id for token in expected]
+    assert tokens[0]["p"] == pytest.approx(p[tokens[0]["id"]], abs=1e-5)
+    assert tokens[0]["top"] != plain[1][0]["top"]
+    _, again, _ = answer(server, **body)
+    assert ids_of(again) == ids_of(plain[1])
+    assert [one["p"] for one in again] == pytest.approx([one["p"] for one in plain[1]], abs=1e-5)
+
+
+# ----------------------------------------------------------------------------------------------------------- precision
+@pytest.fixture(scope="module")
+def half_llm(tiny_gguf: Path) -> Llama:
+    return loader.load(tiny_gguf, dtype="bfloat16", device="cpu")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_model_in_bfloat16_draws_from_logits_in_float32(half_llm: Llama, temperature: float) -> None:
+    """Its own logits have ties. Those here are a product in float64 of the same states with the same weights."""
+    model, n_vocab = half_llm.model, half_llm.tokenizer.n_vocab
+    (job,) = half_llm.prepare(
+        half_llm.encode_chat(MESSAGES), {"temperature": temperature, "seed": 4, "max_new_tokens": 12}
+    )
+    events = [event for event in Looks(half_llm, "tiny").answer(job, [], (), 20) if "top" in event]
+    cache, new, ties = model.new_cache(256), job.ids, 0
+    random = random_generator(job.params, torch.device("cpu"))
+    weight = model.output.weight.double().numpy()
+    for event in events:
+        h = model.hidden(torch.tensor([new]), cache=cache)[0, -1]  # (C,)
+        logits = (weight @ h.double().numpy())[:n_vocab]
+        p = softmax(logits)
+        assert [one["p"] for one in event["top"]] == pytest.approx([p[one["id"]] for one in event["top"]], abs=1e-6)
+        assert len({one["p"] for one in event["top"]}) == len(event["top"])
+        rounded = model.output(h)[[one["id"] for one in event["top"]]].tolist()
+        ties += len(rounded) - len({*rounded})
+        drawn, _ = choose(torch.tensor(logits).float(), job.params, [random], None, None)
+        assert event["id"] == int(drawn)
+        new = [event["id"]]
+    assert ties > 0
+
+
+def test_looks_inside_are_in_float32(half_llm: Llama, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, llm = half_llm.encode_chat(MESSAGES), loader.load(tiny_gguf, dtype="bfloat16", fast=False, device="cpu")
+    llm.model.float()
+    logits = next_logits(llm, ids)
+    token, against = np.argsort(-logits)[[0, 3]].tolist()
+    chosen = {"token": token, "against": against}
+    looks = Looks(half_llm, "tiny")
+    *_, found = looks.inside(ids, (), chosen)
+    *_, grid = looks.grid(ids, (), **chosen)
+    for one in (found, grid):
+        assert one["difference"] == pytest.approx(logits[token] - logits[against], abs=1e-4)
+    assert found["p"] == pytest.approx(softmax(logits)[token], abs=1e-5)
+    assert sum(found["effects"].values()) == pytest.approx(found["difference"], abs=1e-3)
+    assert (looks.meta()["exact"], looks.meta()["rounding"]) == (True, 0.06)
+    with monkeypatch.context() as full:
+        full.setattr("llama.inside.exact.free_memory", lambda device: Room(6 * llm.model.config.n_params, "are free"))
+        looks = Looks(half_llm, "tiny")
+    *_, rough = looks.inside(ids, (), chosen)
+    assert not looks.meta()["exact"]
+    assert rough["difference"] != found["difference"]
+    assert Looks(llm, "tiny").meta()["rounding"] == 0
+
+
+@pytest.mark.slow
+def test_looks_into_the_default_model_are_in_float32(default_gguf: Path, default_llm: Llama) -> None:
+    """Its packed weights round their inputs; the other model has the same weights, dequantized."""
+    llm = loader.load(default_gguf, device="cpu")
+    ids = llm.encode_chat([{"role": "user", "content": "What is the capital of Japan?"}])
+    logits = next_logits(default_llm, ids)
+    token, against = np.argsort(-logits)[[0, 1]].tolist()
+    looks = Looks(llm, "default")
+    *_, found = looks.inside(ids, (), {"token": token, "against": against})
+    assert found["p"] == pytest.approx(softmax(logits)[token], abs=5e-5)
+    assert found["difference"] == pytest.approx(logits[token] - logits[against], abs=5e-4)
+    assert abs(softmax(next_logits(llm, ids))[token] - found["p"]) < looks.meta()["rounding"]
+
+
 # ----------------------------------------------------------------------------------------------------------- the inside
 def test_lens_and_effects_add_up_to_the_models_own_logits(server: Running, tiny_llm: Llama) -> None:
     ids = tiny_llm.encode_chat(MESSAGES)
@@ -282,6 +422,64 @@ def test_both_lenses_are_the_readouts_of_the_layers(tiny_llm: Llama) -> None:
         assert row["p"] == pytest.approx(p[token], abs=1e-5)
         assert row["rank"] == row["ranks"][-1] == 1 + order.tolist().index(token)
         assert row["ranks"] == [1 + order.tolist().index(word) for word in words]
+
+
+@pytest.mark.parametrize("off", [[], [[0, 1], [1, 4]]])  # 4 is the MLP layer
+def test_contributions_by_source_are_those_of_the_weights_and_sum_to_the_difference(
+    server: Running, tiny_llm: Llama, off: list[list[int]]
+) -> None:
+    ids, model = tiny_llm.encode_chat(MESSAGES), tiny_llm.model
+    token, against = np.argsort(-next_logits(tiny_llm, ids))[[0, 3]].tolist()
+
+    def zeroed(x: torch.Tensor, at: Place) -> torch.Tensor:
+        return x * 0 if at.name == "mlp_out.1" else x * torch.tensor([1, 0, 1, 1])[:, None]
+
+    changes = {"mlp_out.1": zeroed, "z.0": zeroed} if off else {}
+    with patch(model, changes), activations(model, ["embed", "pattern.*", "v.*", "mlp_out.*", "resid_post.1"]) as seen:
+        logits = model(torch.tensor([ids]))[0, -1].double()
+    last = {name: tensor[0, -1].double() for name, tensor in seen.items()}
+    scale = (last["resid_post.1"].square().mean() + model.norm.eps) ** -0.5
+    rows = model.output.weight.double()
+    direction = (rows[token] - rows[against]) * model.norm.weight.double() * scale  # (C,)
+    sources = []
+    for layer, block in enumerate(model.layers):
+        wo: Any = block.get_parameter("attention.wo.weight").double().unflatten(1, (4, -1))  # (C, H, D)
+        values = seen[f"v.{layer}"][0].double().repeat_interleave(2, 1)  # (S, H, D): 2 heads share a value
+        weights = seen[f"pattern.{layer}"][0, :, -1].double()  # (H, S)
+        sources.append(torch.einsum("hs,shd,chd,c->hs", weights, values, wo, direction))
+    effects = torch.stack(sources)  # (L, H, S)
+    if off:
+        effects[0, 1] = 0
+    layers = [float(last[f"mlp_out.{layer}"] @ direction) for layer in range(2)]
+    found = post(server, "/look/inside", ids=ids, token=token, against=against, off=off).json()
+    assert found["by_token"] == pytest.approx(effects.sum((0, 1)).tolist(), abs=1e-4)
+    assert found["layers"] == pytest.approx(layers, abs=1e-4)
+    for one in found["heads"]:
+        own = effects[tuple(one["head"])]
+        assert one["effect"] == pytest.approx(float(own.sum()), abs=1e-4)
+        assert sorted((abs(x) for _, x in one["sources"]), reverse=True) == pytest.approx(
+            own.abs().topk(3).values.tolist(), abs=1e-4
+        )
+        assert [x for _, x in one["sources"]] == pytest.approx([float(own[s]) for s, _ in one["sources"]], abs=1e-4)
+    parts = sum(found["by_token"]) + sum(found["layers"]) + float(last["embed"] @ direction)
+    assert parts == pytest.approx(found["difference"], abs=1e-4)
+    assert found["difference"] == pytest.approx(float(logits[token] - logits[against]), abs=1e-4)
+
+
+def test_a_head_that_is_asked_for_is_listed_and_that_of_the_more_probable_token_is_the_first(
+    tiny_llm: Llama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llama.server.look.SHOWN_HEADS", 2)
+    ids = tiny_llm.encode_chat(MESSAGES)
+    more, less = np.argsort(-next_logits(tiny_llm, ids))[[0, 3]].tolist()
+    looks, effects = Looks(tiny_llm, "tiny"), dict[tuple[int, int], float]()
+    for layer, head in np.ndindex(2, 4):
+        *_, found = looks.inside(ids, (), {"token": more, "against": less, "head": [layer, head]})
+        (effects[layer, head],) = [one["effect"] for one in found["heads"] if one["head"] == [layer, head]]
+    best = max(effects, key=lambda at: effects[at])
+    for token, against in ((more, less), (less, more)):
+        *_, found = looks.inside(ids, (), {"token": token, "against": against})
+        assert found["heads"][0]["head"] == found["head"]["head"] == [*best]
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -389,6 +587,7 @@ def check_other_clients(server: Running, llm: Llama, at_once: int = 4) -> None:
             thread.join()
     threads = clients(together)
     answer(server, ids=ids, off=[[0, 0], [1, 1]], seed=1, max_tokens=20)
+    answer(server, ids=ids, patch={"other": ids[::-1], "layer": 1, "position": 3}, seed=1, max_tokens=20)
     looks = [post(server, "/look/inside", ids=ids[: 2 + i % len(ids)], off=[[0, 0]] * (i % 2)) for i in range(20)]
     for thread in threads:
         thread.join()
@@ -468,11 +667,19 @@ def test_other_clients_of_the_default_model_notice_nothing(default_llm: Llama) -
         ("inside", {"ids": [5], "head": [2, 0]}, "a layer must be"),
         ("inside", {"ids": [5], "key": 1}, "key must be"),
         ("inside", {"ids": [5], "off": [[0]]}, "off must hold pairs"),
+        ("inside", {"ids": [5], "off": [[0, 5]]}, "a head must be"),
+        ("inside", {"ids": [5], "head": [0, 4]}, "a head must be"),
         ("inside", {"ids": [5] * 300}, "the prompt has 300 tokens"),
         ("answer", {"ids": [5] * 250, "answer": [5] * 6}, "256"),
         ("answer", {"ids": [5], "messages": MESSAGES}, "one of messages, prompt and ids"),
         ("answer", {"ids": [5], "stop": "a"}, "unknown key 'stop'"),
         ("answer", {"ids": [5], "own": 7}, "own must be"),
+        ("answer", {"ids": [5], "patch": {"other": [5, 6], "layer": 0, "position": 0}}, "tokens, got 1 and 2"),
+        ("answer", {"ids": [5], "patch": {"other": [6], "layer": 2, "position": 0}}, "layer must be"),
+        ("answer", {"ids": [5], "patch": {"other": [6], "layer": 0, "position": 1}}, "position must be"),
+        ("patch", {"ids": [5], "other": [5, 6]}, "expected equally many tokens, got 2 and 1"),
+        ("patch", {"ids": [5], "other": [999]}, "a token id of other must be"),
+        ("patch", {"ids": [5], "other": [5], "token": 1, "against": 2}, "nothing can move it"),
         ("answer", {"ids": [5], "own": "z9" * 150}, "its inside can be shown for at most 255"),
         ("answer", {"ids": [5], "prompt": ["a"]}, "prompt must be"),
         ("page", {"ids": [5, 999]}, "a token id of ids must be"),

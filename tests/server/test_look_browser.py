@@ -30,6 +30,7 @@ from playwright.sync_api import Browser, Page
 
 from llama import loader
 from llama.generate import generate
+from llama.inside.hooks import Place, patch
 from llama.inside.intervene import ablated
 from llama.sampling import SamplingParams
 from llama.server.look import Looks
@@ -105,6 +106,10 @@ def share(p: float) -> str:
     return f"{p:.3f}" if p >= 0.00095 else "0" if p == 0 else f"{p:.0e}".replace("e-0", "e−").replace("e-", "e−")
 
 
+def percent(p: float) -> str:
+    return f"{99.9 if 0.999 < p < 1 else 100 * p:.{3 if p > 0.99 else 2}g} %"
+
+
 def chat(llm: Llama, question: str, **options: Any) -> list[int]:
     return llm.chat([{"role": "user", "content": question}], **{**SAMPLING, **options}).tokens
 
@@ -143,7 +148,9 @@ def test_a_first_minute(show: Open, tiny_llm: Llama) -> None:
         assert float(shown[0].replace("−", "-")) == pytest.approx(float(p[other["id"]]), rel=0.06, abs=1e-6)
         assert shown == [share(other["p"]), *([share(other["q"])] if "q" in other else [])]
         assert rows.nth(k).locator(".cut").count() == ("cut" in other)
+    tab.click("#more")
     check_bars(tab, one)
+    tab.click("#left")
     check_box(tab, "2 of them please")  # a pointer opened the word, so characters are text
     tab.click(f"#t{turn['n']}-3 .w")
     for key in ("ArrowRight", "ArrowLeft"):
@@ -171,7 +178,8 @@ def test_a_first_minute(show: Open, tiny_llm: Llama) -> None:
     assert ids_of(branch["tokens"]) == begun + [token.id for token in expected]
     assert tab.inner_text(".place") == "2/2"
     assert int(tab.input_value("#against")) == one["id"]  # the word that it replaced
-    assert tab.inner_text("#forced").endswith(f" {share(one['top'][k]['p'])}.")
+    assert tab.inner_text("#sentence").startswith("You chose ")
+    assert f" gave it {percent(one['top'][k]['p'])}. " in tab.inner_text("#sentence")
 
     head = tab.evaluate("inside.head.head")
     body = body_of(tab, lambda: tab.keyboard.press("o"))
@@ -289,7 +297,7 @@ def test_a_phone_needs_no_sideways_scroll_and_all_text_has_contrast(show: Open, 
     tab.tap(f"#t{turn['n']}-{i} .w")
     settle(tab)
     assert tab.evaluate("chosen.i") == i
-    check_marks(tab, turn, ["none", "dotted", "double", "wavy"])
+    check_sources(tab, turn, i)
     for name in ("words", "why", "head", "lens", "prompt"):
         tab.tap(f"#tabs [data-tab={name}]")
         check_looks(tab, name)
@@ -302,6 +310,34 @@ def test_a_phone_needs_no_sideways_scroll_and_all_text_has_contrast(show: Open, 
     status, panel = (tab.locator(name).bounding_box() for name in ("#status", "#panel"))
     assert "return to answer 1/2" in tab.inner_text("#status")
     assert 0 < status["y"] + status["height"] <= panel["y"]  # type: ignore[index]
+
+
+def number(text: str) -> float:
+    return float(text.replace("−", "-"))
+
+
+def check_sources(tab: Page, turn: dict[str, Any], i: int) -> None:
+    """Each token before the open word says and shows what it contributes; the tokens after it have no mark."""
+    losses = tab.evaluate("losses()")
+    shown = tab.eval_on_selector_all(
+        f"#turn-{turn['n']} :is([data-source], .answer .t)",
+        """(all) => all.map((e) => [e.dataset.source, e.id, e.firstElementChild ?? e]).map(([source, id, e]) => [
+            source ?? path().at(-1).prompt.length + Number(id.split("-")[1]), e.title, e.style.background,
+            getComputedStyle(e).textDecorationStyle, e.closest("[aria-description]")?.getAttribute("aria-description")])
+        """,
+    )
+    assert len(shown) == len(tab.evaluate("asked(openTurn())")) + len(turn["tokens"])
+    most = max(map(abs, losses))
+    for source, title, tint, line, told in shown:
+        position = int(source)
+        if position < len(losses):
+            assert title == told
+            assert number(title.split(" ")[0]) == pytest.approx(losses[position], abs=0.0051)
+            if abs(losses[position]) > most / 20:
+                assert (line, bool(tint)) == ("dashed" if losses[position] < 0 else "solid", True)
+        elif position > len(losses):
+            assert (told, tint) == (None, "")
+    assert len(losses) == len(turn["prompt"]) + i
 
 
 def check_marks(tab: Page, turn: dict[str, Any], marks: list[str]) -> None:
@@ -491,18 +527,22 @@ def test_the_inside_that_is_shown_adds_up(show: Open, tiny_llm: Llama) -> None:
     text = ids_of(turn["prompt"]) + ids_of(turn["tokens"][:6])
     logits = tiny_llm.model(torch.tensor([text]))[0, -1, : tiny_llm.tokenizer.n_vocab]
     against = int(tab.input_value("#against"))
-    sums = tab.inner_text("#sums").replace("−", "-")
-    size, side, *parts = re.findall(r"(?:[+-]?\d+\.\d\d|ahead|behind)", sums)
-    difference, (heads, mlps, embedding) = float(size) * (1 if side == "ahead" else -1), map(float, parts)
-    assert difference == pytest.approx(float(logits[turn["tokens"][6]["id"]] - logits[against]), abs=0.01)
-    assert heads + mlps + embedding == pytest.approx(difference, abs=0.021)
-    assert "rounding" not in sums
+    difference = float(logits[turn["tokens"][6]["id"]] - logits[against])
+    side = 1 if difference >= 0 else -1  # effects are told for the word that the model prefers
+    lead, *parts = map(number, re.findall(r"[+−]?\d+\.\d\d", tab.inner_text("#sums").split(" Computed again")[0]))
+    assert lead == pytest.approx(abs(difference), abs=0.0051)
+    assert sum(parts) == pytest.approx(lead, abs=0.021)
+    rows = [number(text) for text in tab.locator("#parts .name > .p").all_inner_texts()]
+    assert sum(rows) == pytest.approx(lead, abs=0.0051 * len(rows))
+    words = [number(x) for x in re.findall(r"[+−]\d+\.\d\d", tab.inner_text("#by-word"))]
+    assert sum(words) == pytest.approx(parts[0], abs=0.0051 * len(words))
     tab.click("#tabs [data-tab=lens]")
     last = tab.locator("#layers p").last
     assert last.locator("> span").first.inner_text() == "1"
     assert last.locator(".guess").first.inner_text().endswith(share(float(logits.softmax(-1).max())))
     tab.click("#tabs [data-tab=why]")
     for key in (0, 5, len(text) - 1):
+        tab.click("#tabs [data-tab=head]")
         tab.click(f"#row [data-key='{key}']")
         until(tab, f"inside?.head.key === {key} && !request")
         found = tab.evaluate("inside.head")
@@ -522,15 +562,145 @@ def test_the_inside_that_is_shown_adds_up(show: Open, tiny_llm: Llama) -> None:
             parts = [*tab.evaluate(f"pairs(inside.head, {distance})"), *tab.evaluate(f"pairs(inside.head, {real})")]
             assert heights == pytest.approx([abs(x) * max(heights) / max(map(abs, parts)) for x in parts], abs=0.01)
         assert torch.tensor(found["scores"]).softmax(-1).tolist() == pytest.approx(found["weights"], abs=1e-5)
-    head, row = tab.evaluate("inside.heads[0].head"), tab.locator("#heads .one").first
-    row.locator("text=probability").click()
-    row.locator("b.p").wait_for()
-    with ablated(tiny_llm.model, [tuple(head)]):
-        p = tiny_llm.model(torch.tensor([text]))[0, -1, : tiny_llm.tokenizer.n_vocab].softmax(-1)
-    after = f"{share(turn['tokens'][6]['p'])} → {share(float(p[turn['tokens'][6]['id']]))}"
+    tab.click("#tabs [data-tab=why]")
+    names = tab.locator("#parts .name > b").all_inner_texts()
+    mlp = next(i for i, name in enumerate(names) if name.startswith("MLP"))
+    head = next(i for i, name in enumerate(names) if "." in name)
+    for i in (mlp, head):
+        row = tab.locator("#parts .one").nth(i)
+        row.locator(".name").click()
+        settle(tab)
+        row.locator("text=test").click()
+        row.locator("b.p").wait_for()
+        layer, number_ = (names[i][4:], tiny_llm.model.config.n_heads) if i == mlp else names[i].split(".")
+        with ablated(tiny_llm.model, [(int(layer), int(number_))]):
+            off = tiny_llm.model(torch.tensor([text]))[0, -1, : tiny_llm.tokenizer.n_vocab]
+        one, p = turn["tokens"][6], off.softmax(-1)
+        after = f"{share(one['p'])} → {share(float(p[one['id']]))}"
+        assert row.locator("b.p").inner_text() == after
+        direct, total = map(number, row.locator(".opened b").all_inner_texts())
+        assert direct == number(row.locator(".name .p").inner_text())
+        assert total == pytest.approx(side * (difference - float(off[one["id"]] - off[against])), abs=0.0051)
     for i in (5, 6):  # the measured probability stays
         open_token(tab, turn, i)
-        assert row.locator("b.p").all_inner_texts() == ([after] if i == 6 else [])
+        assert (after in tab.locator("#parts b.p").all_inner_texts()) == (i == 6)
+
+
+def test_an_opened_word_is_told_by_what_the_last_token_read(show: Open, tiny_llm: Llama) -> None:
+    """The word that the sentence names is the one without which the difference changes most."""
+    tab = show()
+    turn = ask(tab, "What is a llama, and what is not?", max_tokens=12)
+    named = 0
+    for i in (2, 5, 8, 11):
+        open_token(tab, turn, i)
+        text, against = ids_of(turn["prompt"]) + ids_of(turn["tokens"][:i]), int(tab.input_value("#against"))
+        one = turn["tokens"][i]["id"]
+
+        def difference(position: int, text: list[int] = text, one: int = one, against: int = against) -> float:
+            def unread(weights: torch.Tensor, at: Place) -> torch.Tensor:
+                weights[:, :, -1, position] = 0
+                return weights
+
+            with patch(tiny_llm.model, {"pattern.*": unread}):
+                logits = tiny_llm.model(torch.tensor([text]))[0, -1]
+            return float(logits[one] - logits[against])
+
+        logits = tiny_llm.model(torch.tensor([text]))[0, -1]
+        real = float(logits[one] - logits[against])
+        changes = [abs(real - difference(position)) for position in range(len(text))]
+        groups = [group for group in tab.evaluate("words()") if tab.evaluate(f"CONTINUED.test(textAt({group[-1]}))")]
+        best = max(groups, key=lambda group: max(changes[position] for position in group))
+        found = re.search(
+            r"Of the earlier words, .*? would be (−?\d+\.\d\d), not (\d+\.\d\d)", tab.inner_text("#sentence")
+        )
+        assert found
+        assert int(tab.locator("#sentence sub").first.inner_text()) == best[0]
+        side, worst = (1 if real >= 0 else -1), max(best, key=lambda position: changes[position])
+        assert [number(x) for x in found.groups()] == pytest.approx([side * difference(worst), abs(real)], abs=0.0051)
+        named += len(groups) > 1
+    assert named
+
+
+@SLOW
+def test_the_grid_in_the_page_is_that_of_the_server(show: Open, tiny_llm: Llama) -> None:
+    tab = show()
+    turn = ask(tab, "One?", max_tokens=6)
+    open_token(tab, turn, 4)
+    sent = {"ids": ids_of(turn["prompt"]) + ids_of(turn["tokens"][:4]), "token": turn["tokens"][4]["id"]}
+    sent |= {"against": int(tab.input_value("#against"))}
+    L, H = tiny_llm.model.config.n_layers, tiny_llm.model.config.n_heads
+    for mean in (False, True):
+        tab.set_checked("#mean", mean)
+        assert tab.locator("#grid button").count() == 0
+        tab.click("#compute")
+        tab.wait_for_selector("#grid button")
+        response = requests.post(f"{tab.url}look/grid", json={**sent, "mean": mean}, timeout=PATIENCE)
+        *_, grid = [json.loads(part[6:]) for part in response.text.split("\n\n") if part.startswith("data: ")]
+        side = 1 if grid["difference"] >= 0 else -1
+        for measure in ("direct", "total", "previous", "first"):
+            tab.select_option("#measure", measure)
+            shown = tab.eval_on_selector_all("#grid button", "(all) => all.map((e) => e.title)")
+            effects = measure in ("direct", "total")
+            values = [side * x if effects else x for row in grid[measure] for x in row]
+            assert len(shown) == L * (H + effects)
+            for text, value in zip(shown, values, strict=True):
+                assert number(text.split(": ")[1]) == pytest.approx(value, abs=0.0051)
+    tab.click("#grid [aria-label^='head 1.2']")
+    settle(tab)
+    assert tab.inner_text("#head-title").startswith("Head 1.2 ")
+    tab.click("#tabs [data-tab=why]")
+    assert tab.locator("#parts [aria-expanded=true] b").inner_text() == "1.2"
+    tab.route("**/look/grid", lambda route: None)
+    tab.set_checked("#mean", False)
+    tab.evaluate("seen.delete(gridBody()) && drawGrid()")
+    tab.click("#compute")
+    assert tab.is_visible("#gridded")
+    tab.click("#stop-grid")
+    tab.wait_for_selector("#compute")
+    tab.evaluate("card.meta.gridded = 8; look(); 0")
+    settle(tab)
+    assert tab.is_disabled("#compute")
+    assert "at most 8" in tab.inner_text("#too-long")
+
+
+@SLOW
+def test_parts_that_are_off_are_listed_inherited_and_switched_on_again(show: Open, tiny_llm: Llama) -> None:
+    tab = show()
+    turn = ask(tab, "One?", max_tokens=6)
+    H = tiny_llm.model.config.n_heads
+    open_token(tab, turn, 2)
+    for part in ([1, 2], [0, H]):
+        tab.evaluate(f"switchOff([{part[0]}, {part[1]}])")
+        until(tab, "running || path().at(-1).end")
+        settle(tab)
+    expected = [(1, 2), (0, H)]
+    with ablated(tiny_llm.model, expected):
+        ids = chat(tiny_llm, "One?", seed=5, max_new_tokens=6)
+    assert answer_ids(tab.evaluate("path().at(-1)")) == ids
+    assert tab.locator("#without b").all_inner_texts() == ["head 1.2", "MLP 0"]
+    body = body_of(tab, lambda: ask(tab, "Two?", max_tokens=4))
+    assert body["off"] == [[1, 2], [0, H]]
+    assert "without head 1.2, MLP 0" in tab.locator("article .foot").last.inner_text()
+    body = body_of(tab, lambda: tab.locator("#without button").first.click())
+    assert body["off"] == [[0, H]]
+    settle(tab)
+    assert tab.locator("#without b").all_inner_texts() == ["MLP 0"]
+
+
+@SLOW
+def test_tabs_are_tabs(show: Open) -> None:
+    tab = show()
+    open_token(tab, ask(tab, "One?", max_tokens=4), 1)
+    tab.focus("#tabs [aria-selected=true]")
+    seen = []
+    for key in ("ArrowRight", "ArrowRight", "ArrowRight", "ArrowRight", "ArrowLeft"):
+        tab.keyboard.press(key)
+        seen.append(tab.evaluate("document.activeElement.dataset.tab"))
+        panel = tab.get_by_role("tabpanel", name=tab.inner_text("[role=tab][aria-selected=true]"))
+        assert (panel.get_attribute("id"), panel.is_visible()) == (seen[-1], True)
+        assert tab.locator("[role=tab][tabindex='0']").count() == 1
+    assert seen == ["lens", "head", "prompt", "prompt", "head"]
+    assert tab.evaluate("chosen.i") == 1
 
 
 @SLOW
@@ -853,6 +1023,7 @@ def test_the_exported_curl_command_gets_the_same_answer(show: Open) -> None:
     assert "Zebra" + sent_by(command) == tab.evaluate("textOf(path().at(-1).tokens)")
     tab.keyboard.press("Escape")
     open_token(tab, branch, 1)
+    tab.click("#tabs [data-tab=head]")
     tab.click("#off")
     head = settle(tab)["off"][0]
     tab.click("#open-export")
@@ -942,6 +1113,7 @@ def test_a_link_shows_the_same_view_in_another_browser(browser: Browser, show: O
     open_token(tab, first, 2)
     tab.locator("#alternatives .row[aria-current=false]").first.click()
     settle(tab)
+    tab.click("#tabs [data-tab=head]")
     tab.click("#off")
     turn = settle(tab)
     open_token(tab, turn, 3)
@@ -970,7 +1142,7 @@ def test_a_link_shows_the_same_view_in_another_browser(browser: Browser, show: O
     brief, whole = (one.evaluate("openTurn().tokens.map((one) => one.top.length)") for one in (other, tab))
     assert (brief[3], {*brief[:3], *brief[4:]}) == (whole[3], {2})
     open_token(other, other.evaluate("path().at(-1)"), 1)
-    assert "for the word only that was open" in other.inner_text("#forced")
+    assert "for the word only that was open" in other.inner_text("#linked")
     rest = sum(one["p"] for one in other.evaluate("openTurn().tokens[1].top"))
     assert other.locator("#alternatives .row").last.locator(".p").first.inner_text() == share(round(1 - rest, 4))
     assert len(other.evaluate("settled(stored().getAll())")) == 0  # a view is stored when it is changed
@@ -1107,8 +1279,8 @@ def test_the_file_of_a_view_shows_it_without_a_server(show: Open, tiny_llm: Llam
         tab.evaluate("async (text) => load(new File([text], 'x.json'))", json.dumps(data))
         turn = ask(tab, "And then?", max_tokens=6)
         open_token(tab, turn, 4)
-        tab.locator("#heads >> text=probability").first.click()
-        tab.wait_for_selector("#heads b.p")
+        tab.locator("#parts >> text=test").first.click()
+        tab.wait_for_selector("#parts b.p")
         tab.evaluate("look({ head: [1, 2], key: 5 })")
         settle(tab)
         tab.evaluate("put('status')")
@@ -1210,7 +1382,7 @@ def test_a_word_of_ones_own_and_the_tenth(show: Open, tiny_llm: Llama) -> None:
     stops, n_vocab = tiny_llm.tokenizer.stop_ids, tiny_llm.tokenizer.n_vocab
     expected = generate(tiny_llm.model, prompt + before + own, params, stop_ids=stops, n_vocab=n_vocab)
     assert ids_of(branch["tokens"])[2 + len(own) :] == [token.id for token in expected]
-    assert tab.inner_text("#forced").startswith("You chose this word")
+    assert tab.inner_text("#sentence").startswith("You chose ")
 
 
 @SLOW
@@ -1219,12 +1391,13 @@ def test_the_next_question_keeps_the_heads_off_and_shows_it(show: Open) -> None:
     turn = ask(tab, "One?", max_tokens=4)
     open_token(tab, turn, 1)
     head = tab.evaluate("inside.head.head")
+    tab.click("#tabs [data-tab=head]")
     tab.click("#off")
     settle(tab)
     body = body_of(tab, lambda: ask(tab, "Two?", max_tokens=4))
     assert body["off"] == [head]
     assert f"without head {head[0]}.{head[1]}" in tab.locator("article .foot").last.inner_text()
-    body = body_of(tab, lambda: tab.locator("article").last.locator("text=with all heads").click())
+    body = body_of(tab, lambda: tab.locator("article").last.locator("text=with all of the model").click())
     assert body["off"] == []
     settle(tab)
     assert "without head" not in tab.locator("article .foot").last.inner_text()
@@ -1266,18 +1439,21 @@ def test_the_first_minute_on_the_default_model(show: Open, default_llm: Llama) -
         turn = settle(tab)
         i = next(i for i, one in enumerate(turn["tokens"]) if one.get("text") == " Tokyo")
         open_token(tab, turn, i)
-        assert "23.4 adds most. It looked at Japan" in tab.inner_text("#summary")
+        assert re.search(r"Tokyo, 9\d %\. .*Japan\d+ in", tab.inner_text("#sentence"))
+        head = tab.locator("#parts .one", has_text="23.4")
+        assert "from Japan" in head.inner_text()
         rival = turn["tokens"][i]["top"][tab.evaluate("id('against').selectedIndex") + 1]["text"]
         assert re.fullmatch(r" \w{3,}", rival)
-        tab.locator("#heads >> text=probability").first.click()
-        tab.wait_for_selector("#heads b.p >> text=→")
+        head.locator("text=test").click()
+        tab.wait_for_selector("#parts b.p >> text=→")
         kyoto = next(k for k, other in enumerate(turn["tokens"][i]["top"]) if other.get("text") == " Kyoto")
         for pressed in ("ArrowRight", "ArrowLeft", str(kyoto + 1)):
             tab.keyboard.press(pressed)
         assert "Kyoto" in "".join(one.get("text", "") for one in settle(tab)["tokens"])
         assert tab.evaluate("id('against').selectedOptions[0].textContent") == "␣Tokyo"
-        named = tab.inner_text("#summary b")
-        assert tab.inner_text("#heads [aria-current=true] b") == named
+        assert "The model preferred Tokyo" in tab.inner_text("#sentence")
+        named = tab.inner_text("#parts [aria-expanded=true] b")
+        tab.evaluate("tab('head')")
         assert tab.inner_text("#head-title").startswith(f"Head {named} ")
         tab.keyboard.press("[")
         settle(tab)

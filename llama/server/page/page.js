@@ -101,9 +101,11 @@ async function* events(response, signal) {
 
 async function connect() {
   card = saved?.card ?? (await delivered((await call("v1/models")).json())).data[0];
-  const { weights, template } = card.meta;
+  const { weights, template, rounding, exact } = card.meta;
+  const how = `Drawn probabilities can be ${rounding} above or below those of float32: the largest difference measured on two small models. `
+    + `What happens inside is computed ${exact ? "in float32" : "with the same rounding"}.`;
   drawSettings();
-  put("about", make("b", {}, card.id), ` · ${weights}`);
+  put("about", make("b", {}, card.id), ` · ${weights}`, rounding ? make("span", { title: how }, ` · p ± ${rounding}`) : "");
   document.title = `${card.id} · clearllama`;
   foreign();
   draw();

@@ -113,20 +113,24 @@ function inspection(fields) {
   return JSON.stringify({ ids: before(turn, chosen.i), token: turn.tokens[chosen.i].id, off: turn.off, ...fields });
 }
 
-async function inspect(body, show, tell, signal) {
+async function inspect(body, show, tell, signal, kind = "inside") {
+  const name = kind === "inside" ? body : `${body} ${kind}`;
   try {
-    if (!seen.has(body)) seen.set(body, await delivered((await call("look/inside", body, signal)).json(), signal));
+    if (!seen.has(name)) seen.set(name, await delivered((await call(`look/${kind}`, body, signal)).json(), signal));
     if (seen.size > 50) seen.delete(seen.keys().next().value);
-    show(seen.get(body));
+    show(seen.get(name));
   } catch (error) {
     if (!signal?.aborted) failed(error, tell);
   }
 }
 
+/** Whether the inside is that of the open word. */
+const known = () => Boolean(inside && chosen?.known);
+
 /** Show why the inside is not there. */
 function wait(text) {
   if (text) {
-    inside = chosen.known = null;
+    inside = null;
     markSources();
   }
   put("waiting", text);
@@ -153,19 +157,26 @@ const other = () => rivals(openTurn().tokens[chosen.i]).find((one) => one.id ===
 const pair = () => [openTurn().tokens[chosen.i], other()][side() < 0 ? "reverse" : "slice"]();
 
 const percent = (p) => `${figures(p > 0.999 && p < 1 ? 99.9 : 100 * p, p > 0.99 ? 3 : 2)} %`;
-const CONTINUED = /[\p{L}\p{M}\p{N}]$/u, CONTINUES = /^(?!\p{Ideographic}|[\u0e00-\u0eff\u3040-\u30ff])[\p{L}\p{M}\p{N}]/u;
+const bySize = (rows) => rows.sort(([a], [b]) => Math.abs(b) - Math.abs(a));
 
-/** What the heads add by source word, the largest first: [effect, its positions]. */
-function byWord() {
+/** What the heads add directly, by source token. */
+const direct = () => inside.by_token.map((x) => side() * x);
+/** What the difference loses if the last token does not read a token, for each of them; null until it is known. */
+const losses = () => seen.get(`${sourcesBody()} sources`)?.without.map((x) => side() * (inside.difference - x)) ?? null;
+const sourcesBody = () => inspection({ against: chosen.against });
+
+const CONTINUED = /[\p{L}\p{M}\p{N}]$/u, CONTINUES = /^(?!\p{Ideographic}|[\u0e00-\u0eff\u3040-\u30ff])[\p{L}\p{M}\p{N}]/u;
+const textAt = (position) => (at(position)?.control ? "" : at(position)?.text ?? "");
+/** The positions before the open word in groups: tokens that continue a word belong to it. */
+function words() {
   const found = [];
-  inside.by_token.forEach((x, position) => {
-    const [one, last] = [at(position), at(position - 1)], effect = side() * x, text = (token) => (token?.control ? "" : token?.text ?? "");
-    if (CONTINUED.test(text(last)) && CONTINUES.test(text(one))) [found.at(-1)[0] += effect, found.at(-1)[1].push(position)];
-    else found.push([effect, [position]]);
+  inside.by_token.forEach((_, position) => {
+    if (CONTINUED.test(textAt(position - 1)) && CONTINUES.test(textAt(position))) found.at(-1).push(position);
+    else found.push([position]);
   });
-  return found.sort(([a], [b]) => Math.abs(b) - Math.abs(a));
+  return found;
 }
-const wordAt = (positions) => [named({ ...at(positions[0]), ...(positions[1] && { text: positions.map((one) => at(one).text).join("") }) }), make("sub", {}, positions[0])];
+const wordAt = (all) => [named(all[1] ? { text: all.map(textAt).join("").replace(/^(.{24}).+$/s, "$1…") } : at(all[0])), make("sub", {}, all[0])];
 
 /** The positions of the question in its prompt: [position, its bytes], none if they are not found there. */
 function asked(turn) {
@@ -192,17 +203,19 @@ function whereabouts(position) {
 function drawSentence() {
   const one = openTurn().tokens[chosen.i], name = make("b", {}, named(one));
   put("sentence", ...(one.forced ? ["You chose ", name, `; the model gave it ${percent(one.p)}. `] : [name, `, ${percent(one.p)}. `]));
-  if (!chosen.known) return;
-  const [embedding, heads, mlps] = ["embedding", "heads", "mlps"].map((part) => side() * inside.effects[part]), words = byWord(), [first, second] = words;
-  const [most, layer] = inside.layers.map((x, i) => [side() * x, i]).sort(([a], [b]) => b - a)[0], fixedPart = ([, [position]]) => !position || at(position).control;
-  const more = fixedPart(first) ? words.find((word) => !fixedPart(word) && CONTINUED.test(at(word[1].at(-1)).text ?? ""))
-    : Math.abs(second?.[0]) > Math.abs(first[0]) / 2 ? second : null;
-  const source = ([effect, positions]) => [...wordAt(positions), ` ${whereabouts(positions[0])} (${signed(effect)}${effect < 0 ? ", against it" : ""})`];
-  id("sentence").append(...(side() < 0 ? ["The model preferred ", make("b", {}, named(pair()[0])), ". "] : []),
+  if (!known()) return;
+  const [embedding, heads, mlps] = ["embedding", "heads", "mlps"].map((part) => side() * inside.effects[part]), total = losses(), own = total ?? direct();
+  const [[most, layer]] = inside.layers.map((x, i) => [side() * x, i]).sort(([a], [b]) => b - a), [word, less] = pair().map(named);
+  const read = bySize(words().filter((all) => CONTINUED.test(textAt(all.at(-1)))).map((all) =>
+    [total ? bySize(all.map((position) => [own[position]]))[0][0] : all.reduce((sum, position) => sum + own[position], 0), all]));
+  const [first, second] = read, size = Math.abs(inside.difference);
+  id("sentence").append(...(side() < 0 ? ["The model preferred ", make("b", {}, word.cloneNode(true)), ". "] : []),
     heads > Math.max(mlps, embedding) ? "" : mlps > embedding ? `Most was added by the MLP layers (${signed(mlps)}; MLP ${layer}: ${signed(most)}). `
-      : `Most was added by the embedding of the last token (${signed(embedding)}). `,
-    heads > 0 ? `Of what the heads add for it (${signed(heads)}), the largest part comes from ` : `The heads together speak against it (${signed(heads)}); the largest part of this comes from `,
-    ...source(first), ...(more ? [fixedPart(first) ? " and, of the words, from " : " and from ", ...source(more)] : []), ".");
+      : `Most was added by the embedding of the last token (${signed(embedding)}). `);
+  const source = ([, all]) => [...wordAt(all), ` ${whereabouts(all[0])}`], lead = ([x]) => fixed(size - x), two = Math.abs(second?.[0]) > Math.abs(first?.[0]) / 2;
+  if (first && total) id("sentence").append("Of the earlier words, ", ...source(first), ` matters most${first[0] < 0 ? ", against it" : ""}: if the last token did not read it, the lead over `,
+    less, ` would be ${lead(first)}, not ${fixed(size)}`, ...(two ? ["; if it did not read ", ...source(second), `, ${lead(second)}`] : []), ".");
+  else if (first) id("sentence").append(`Of what the heads add for it (${signed(heads)}), the largest part of a word is that of `, ...source(first), ` (${signed(first[0])}).`);
 }
 
 function drawInside(found) {
@@ -214,17 +227,21 @@ function drawInside(found) {
   put("this", side() < 0 ? "Why not " : "Why ", named(one), side() < 0 ? ", but " : ", not ");
   put("against", ...rivals(one).map((rival) => make("option", { value: rival.id }, spelled(rival).textContent)));
   id("against").value = chosen.against;
-  const drift = Math.abs(found.p - one.p) > 0.005 ? ` Computed again, the probability of ${named(one).textContent} is ${share(found.p)}; it was drawn with ${share(one.p)}.` : "";
+  const drift = Math.abs(found.p - one.p) > 0.005 ? ` ${card.meta.exact ? "In float32" : "Computed again"}, the probability of ${named(one).textContent} is ${share(found.p)}; it was drawn with ${share(one.p)}, by faster arithmetic.` : "";
   put("sums", named(word), ` is ${fixed(size)} logits ahead of ${than}: the heads add ${added(heads)}, the MLP layers ${added(mlps)}, the embedding ${added(embedding)}.${drift}`);
+  if (!card.meta.exact && size < 1) put("sums", named(word), ` and ${than} are equally probable within the model’s rounding.${drift}`);
   put("terms", "Effects are in logits, for (+) or against (−) ", named(word), `: each logit multiplies its odds over ${than} by 2.7.`);
   put("of", `adds, of ${fixed(size)}`);
-  const words = byWord(), rest = words.slice(5).reduce((sum, [x]) => sum + x, 0);
-  put("by-word", ...words.slice(0, 5).flatMap(([x, positions]) => [...wordAt(positions), ` ${signed(x)}, `]), `all others ${signed(rest)}.`);
+  const own = direct(), read = bySize(words().map((all) => [all.reduce((sum, position) => sum + own[position], 0), all])), sum = (rows) => rows.reduce((a, [x]) => a + x, 0);
+  put("by-word", ...read.slice(0, 5).flatMap(([x, all]) => [...wordAt(all), ` ${signed(x)}, `]), `all others ${signed(sum(read.slice(5)))}.`);
   drawParts();
   drawGrid();
   drawHead();
   drawLens();
   markSources();
+  if (losses() || found.by_token.length > card.meta.gridded) return;
+  request = new AbortController();
+  inspect(sourcesBody(), () => drawInside(found), say, request.signal, "sources");
 }
 
 /** A position and its token, as nodes. */
@@ -270,10 +287,10 @@ function contributed(part) {
 /** The direct effect of a part beside its total effect, as a sentence, if one was measured. */
 function totals(part) {
   const [layer, head] = part, grid = seen.get(gridBody(false)), found = seen.get(without(part));
-  const direct = inside.heads.find((one) => `${one.head}` === `${part}`)?.effect ?? inside.layers[isHead(part) ? -1 : layer];
+  const own = inside.heads.find((one) => `${one.head}` === `${part}`)?.effect ?? inside.layers[isHead(part) ? -1 : layer];
   const total = found ? inside.difference - found.difference : grid?.total[layer][head];
-  if (total === undefined || direct === undefined) return [];
-  return ["Direct ", make("b", {}, signed(side() * direct)), ", total ", make("b", {}, signed(side() * total)),
+  if (total === undefined || own === undefined) return [];
+  return ["Direct ", make("b", {}, signed(side() * own)), ", total ", make("b", {}, signed(side() * total)),
     ": without it, the difference changes by its total effect. They differ, since later layers react to its absence (self-repair). "];
 }
 
@@ -284,8 +301,8 @@ function markSources() {
     for (const name of ["style", "title", "aria-description", "data-sign"]) node.removeAttribute(name);
   }
   for (const node of document.querySelectorAll(".question:has([data-source])")) node.replaceChildren(node.textContent);
-  document.body.classList.toggle("sourced", Boolean(chosen?.known));
-  if (!chosen?.known) return;
+  document.body.classList.toggle("sourced", known());
+  if (!known()) return;
   const turn = openTurn(), question = document.querySelector(`#turn-${turn.n} .question`), decode = decoder(), found = asked(turn), text = turn.question;
   if (found.length) {
     const [before_, after] = [/^\s*/.exec(text)[0], /\s*$/.exec(text)[0]];
@@ -294,15 +311,15 @@ function markSources() {
       return [space, make("span", { "data-source": position }, plain(word))];
     }), after);
   }
-  const most = Math.max(...inside.by_token.map(Math.abs)), shade = ramp();
-  inside.by_token.forEach((x, position) => {
+  const values = losses() ?? direct(), most = Math.max(...values.map(Math.abs)), shade = ramp();
+  values.forEach((x, position) => {
     const own = id(`t${turn.n}-${position - turn.prompt.length}`), told = contribution(position);
     const nodes = own ? [own.querySelector(".w")] : document.querySelectorAll(`[data-source="${position}"]`);
     for (const node of nodes) {
       node.title = told;
       (own ?? node).setAttribute("aria-description", told);
       (own ?? node).dataset.sign ??= "";
-      node.dataset.sign = Math.abs(x) < most / 20 ? "" : side() * x < 0 ? "−" : "+";
+      node.dataset.sign = Math.abs(x) < most / 20 ? "" : x < 0 ? "−" : "+";
       if (node.dataset.sign) shaded(node, shade((0.6 * Math.abs(x)) / most));
     }
   });
@@ -310,8 +327,8 @@ function markSources() {
 
 /** What a token contributes, for its title. */
 function contribution(position) {
-  const [word, less] = pair().map((one) => named(one).textContent);
-  return `${signed(side() * inside.by_token[position])} logits through the heads, for ${word} over ${less}`;
+  const [word, less] = pair().map((one) => named(one).textContent), total = losses();
+  return `${total ? `${signed(total[position])} logits in all, ` : ""}${signed(direct()[position])} directly through the heads, for ${word} over ${less}`;
 }
 
 // ------------------------------------------------------------------------------------------------ all heads and layers
