@@ -60,21 +60,14 @@ def scaling_of(method: str, stretch: float, trained: int) -> dict[str, Any] | No
 def reference() -> list[dict[str, Any]]:
     """The library's results for every method at CHECKED, one row per setting; invFreq (D/2) has float32 precision."""
     rows = []
-    for dim, theta, trained, stretch in CHECKED:
+    for dim, base, trained, stretch in CHECKED:
+        length = round(trained * stretch)
+        setting = {"dim": dim, "base": base, "trained": trained, "stretch": stretch, "length": length}
         for method in METHODS:
-            scaling, seq_len = scaling_of(method, stretch, trained), round(trained * stretch)
-            inv_freq, factor = inverse_frequencies(dim, theta, scaling, seq_len=seq_len, max_seq_len=trained)
-            rows.append(
-                {
-                    "dim": dim,
-                    "theta": theta,
-                    "scaling": scaling,
-                    "seqLen": seq_len,
-                    "maxSeqLen": trained,
-                    "factor": factor,
-                    "invFreq": [float(str(w)) for w in inv_freq.numpy()],  # the shortest digits that identify a float32
-                }
-            )
+            scaling = scaling_of(method, stretch, trained)
+            inv_freq, factor = inverse_frequencies(dim, base, scaling, seq_len=length, max_seq_len=trained)
+            shortest = [float(str(w)) for w in inv_freq.numpy()]  # the shortest digits that identify a float32
+            rows.append(setting | {"method": method, "factor": factor, "invFreq": shortest})
     return rows
 
 
