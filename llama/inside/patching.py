@@ -80,23 +80,26 @@ def patching_steps(
             f" {len(target)}; reword one of the texts"
         )
     blocks: list[Any] = list(model.layers)
-    T, L, places = len(target), len(blocks), dict[torch.device, tuple[Any, ...]]()
+    S, L = len(target), len(blocks)
+    start = next((t for t in range(S) if source[t] != target[t]), S - 1)  # nothing before it differs
+    earlier = [_Earlier() if start else None for _ in blocks]
 
-    def run(block: Any, h: Tensor) -> Tensor:  # (B, T, C) -> (B, T, C), without a cache
-        if (device := block.attention_norm.weight.device) not in places:
-            positions = torch.arange(T, device=device)  # (T,)
-            mask = causal_mask(positions, positions)  # (T, T)
-            places[device] = model.rope.freqs_cis(positions, T), mask, positions, None
-        x: Tensor = block(h.to(device), *places[device])
+    def run(layer: int, h: Tensor, start: int, end: int) -> Tensor:  # (B, T, C) -> (B, T, C), T = end - start
+        device = blocks[layer].attention_norm.weight.device
+        keys = torch.arange(end, device=device)  # (S,)
+        mask = causal_mask(keys[start:], keys)  # (T, S)
+        freqs_cis = model.rope.freqs_cis(keys[start:], S)
+        x: Tensor = blocks[layer](h.to(device), freqs_cis, mask, keys[start:], earlier[layer])
         return x
 
     def logits_of(h: Tensor) -> Tensor:  # (B, T, C) -> (B, V), after the last token
         return float32_logits(model, model.norm(h[:, -1].to(model.norm.weight.device)))
 
     both = torch.tensor([source, target], device=model.tok_embeddings.weight.device)  # (2, T)
-    states = [model.tok_embeddings(both)]  # (2, T, C) before each layer, and after the last one
-    for block in blocks:
-        states.append(run(block, states[-1]))
+    h, states = model.tok_embeddings(both[:1, :start]), [model.tok_embeddings(both[:, start:])]
+    for layer in range(L):
+        h = run(layer, h, 0, start) if start else h  # (1, start, C)
+        states.append(run(layer, states[-1], start, S))  # (2, T, C) before each layer, and after the last one
     logits = logits_of(states[-1])  # (2, V)
     if not bool(logits.isfinite().all()):
         raise NumericalError("the logits of these texts are not finite; try dtype='float32' (--dtype float32)")
@@ -113,18 +116,33 @@ def patching_steps(
     differ = [(h[0] != h[1]).any(-1).nonzero().flatten() for h in states[:-1]]
     parts = [(layer, at) for layer, found in enumerate(differ) for at in found.split(ROWS)]
     done, count = 0, sum(L - layer for layer, _ in parts)
-    restored = torch.zeros(L, T, dtype=torch.float64)
+    restored = torch.zeros(L, S, dtype=torch.float64)
     for layer, at in parts:
         x = states[layer][1].repeat(len(at), 1, 1)  # (rows, T, C)
         x[torch.arange(len(at)), at] = states[layer][0, at]
-        for block in blocks[layer:]:
-            x = run(block, x)  # (rows, T, C)
+        for later in range(layer, L):
+            x = run(later, x, start, S)  # (rows, T, C)
             done += 1
             yield done, count
         found = logits_of(x)  # (rows, V)
-        restored[layer, at.cpu()] = ((found[:, first] - found[:, second]).double().cpu() - theirs) / (ours - theirs)
+        difference = (found[:, first] - found[:, second]).double().cpu()  # (rows,)
+        restored[layer, start + at.cpu()] = (difference - theirs) / (ours - theirs)
     numbers = [block.attention.layer for block in blocks]
     return Grid(list(source), list(target), (first, second), (ours, theirs), numbers, restored)
+
+
+class _Earlier:
+    """A layer's cache: it keeps keys and values of the first tokens, which both texts have, for all later passes."""
+
+    kept: tuple[Tensor, Tensor] | None = None  # (1, KV, start, D) each
+
+    def update(self, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, KV, T, D) twice -> (B, KV, S, D) twice."""
+        if self.kept is None:
+            self.kept = k, v
+            return k, v
+        keys, values = (old.expand(len(k), -1, -1, -1) for old in self.kept)
+        return torch.cat((keys, k), dim=2), torch.cat((values, v), dim=2)
 
 
 def facts(grid: Grid, tokenizer: Tokenizer) -> dict[str, Any]:

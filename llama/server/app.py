@@ -50,7 +50,8 @@ AUTHENTICATE = {"WWW-Authenticate": "Bearer"}
 MAY_HAVE_SCHEMA = re.compile(rb'(response_format|tool_choice|tools|\\u[0-9a-fA-F]{4}[a-z_]{0,14})"\s*:|\0')
 # path -> file in the package. The page needs no key; what it shows does
 PAGE = {"/": "server/page/index.html"}
-PAGE |= {f"/{name}": f"server/page/{name}" for name in ("page.css", "page.js", "panel.js", "lens.js", "keep.js")}
+SCRIPTS = ("page.js", "panel.js", "lens.js", "compare.js", "keep.js")
+PAGE |= {f"/{name}": f"server/page/{name}" for name in ("page.css", *SCRIPTS)}
 PAGE |= {f"/{name}": f"inside/trace_page/{name}" for name in ("shared.css", "shared.js", "tokens.css", "tokens.js")}
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 PAGE_HEADERS = {

@@ -176,10 +176,10 @@ def parse_answer(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, A
 
 
 def _patch(patch: Mapping[str, Any], length: int, llm: Llama) -> dict[str, Any]:
-    if len(other := _ids("other", patch["other"], llm)) != length:
-        raise UsageError(f"a patch needs texts of equally many tokens, got {length} and {len(other)}")
-    layer = checks.integer("layer", patch["layer"], 0, llm.model.config.n_layers - 1)
-    return {"other": other, "layer": layer, "position": checks.integer("position", patch["position"], 0, length - 1)}
+    if len(other := _ids("other", patch["other"], llm)) > length:
+        raise UsageError(f"the text of a patch has at most as many tokens as the other, got {len(other)} and {length}")
+    ends = {"layer": llm.model.config.n_layers - 1, "position": len(other) - 1}
+    return {"other": other, **{name: checks.integer(name, patch[name], 0, end) for name, end in ends.items()}}
 
 
 def parse_inspection(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, Any]:

@@ -98,6 +98,7 @@ function look(changes = {}, view = "") {
   request = null;
   const turn = openTurn(), one = turn.tokens[chosen.i];
   if (turn.model !== identity()) return wait("Another model wrote this answer, so its inside can't be computed.");
+  if (turn.patch) return wait("This answer has a vector of another question, and the inside is not computed with it.");
   if (running) return wait("The inside is computed when the answer is complete.");
   chosen.against ??= rival(one)?.id;
   const { against, head, key } = chosen, body = inspection({ against, head, key });
@@ -480,6 +481,7 @@ function startPanel() {
     id(name).setAttribute("aria-labelledby", `tab-${name}`);
   }
   arrows("tabs", () => 0);
+  startCompare();
   id("tabs").addEventListener("focusin", ({ target }) => tab(target.dataset.tab));
   arrows("grid", () => card.meta.n_heads + ["direct", "total"].includes(id("measure").value));
   for (const name of ["measure", "mean"]) id(name).addEventListener("change", drawGrid);
