@@ -90,12 +90,12 @@ MODELS = """# Which RoPE does my model use?
 has the models whose configuration this repository contains; models in one row have the same RoPE.
 
 - **Base** is `rope_theta`, and the *trained length* is that of the unscaled frequencies.
-- **Context** is the number of tokens that the model may use, with its scaling.
+- **Context** is the number of tokens that the model may use, with the scaling in brackets if it has one.
 - **Slow pairs** do not finish a turn within the trained length, so a longer text shows them new angles.
-- **Rotated** are entries of each head, in the layers with RoPE. A sliding window would be named here.
+- **Rotated**: *all* means all entries of each head, in all layers, without a sliding window.
 
-| model | base | trained length | scaling | context | slow pairs | rotated |
-|---|---|---|---|---|---|---|
+| model | base | trained length | context | slow pairs | rotated |
+|---|---|---|---|---|---|
 {models}
 
 ## Families in Hugging Face's format
@@ -360,13 +360,13 @@ def models() -> str:
         inv_freq, _ = llama.inverse_frequencies(rotated, config.rope_theta)  # unscaled, (D/2,)
         slow = int((trained * inv_freq.double() < 2 * math.pi).sum())
         scaling = config.rope_scaling or {}
-        about = f"{scaling['rope_type']}, factor {scaling['factor']:g}" if scaling else "none"
-        part = f"{rotated} of {config.head_dim} entries" if rotated < config.head_dim else f"all {rotated} entries"
-        layers = f"all but {len(config.no_rope_layers)} layers" if config.no_rope_layers else "all layers"
-        window = f", window {config.sliding_window:,}" if config.sliding_window else ""
+        by = f" ({scaling['rope_type']}, factor {scaling['factor']:g})" if scaling else ""
+        part = [f"{rotated} of {config.head_dim} entries"] * (rotated < config.head_dim)
+        without = [f"not in {len(config.no_rope_layers)} layers"] * bool(config.no_rope_layers)
+        window = [f"window {config.sliding_window}"] * bool(config.sliding_window)
         cells = (
-            *(f"{config.rope_theta:,.0f}", f"{trained:,}", about, f"{rope_scaling.reach(config):,}"),
-            *(f"{slow} of {rotated // 2}", f"{part}, {layers}{window}"),
+            *(f"{config.rope_theta:,.0f}", f"{trained:,}", f"{rope_scaling.reach(config):,}{by}"),
+            *(f"{slow} of {rotated // 2}", ", ".join([*part, *without, *window]) or "all"),
         )
         same.setdefault(cells, []).append(f"`{file.stem}`")
     return "\n".join(f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in same.items())
