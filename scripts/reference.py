@@ -90,19 +90,21 @@ MODELS = """# Which RoPE does my model use?
 has the models whose configuration this repository contains; models in one row have the same RoPE.
 
 - **Base** is `rope_theta`, and the *trained length* is that of the unscaled frequencies.
-- **Context** is the number of tokens that the model may use, with its scaling.
+- **Context** is the number of tokens that the model may use, with the scaling in brackets if it has one.
 - **Slow pairs** do not finish a turn within the trained length, so a longer text shows them new angles.
+- **Rotated**: *all* means all entries of each head, in all layers, without a sliding window.
 
-| model | base | trained length | scaling | context | rotated entries | slow pairs | layers without RoPE | window |
-|---|---|---|---|---|---|---|---|---|
+| model | base | trained length | context | slow pairs | rotated |
+|---|---|---|---|---|---|
 {models}
 
 ## Families in Hugging Face's format
 
 `config.json` states the base and the context, and the scaling in `rope_scaling` or `rope_parameters`. This table shows
 what applies to a `model_type` if its file does not say otherwise: these are transformers' defaults, and most files
-state other values. A window ends the context here, since only full attention is implemented. [Checkpoint
-formats](formats.md) has more.
+state other values. A window ends the context here, since only full attention is implemented; its default stands in
+brackets. In files of `phi3`, `partial_rotary_factor` states the part that rotates. [Checkpoint formats](formats.md) has
+more.
 
 | `model_type` | base | context | rotated | layers without RoPE | window | norm of q and k |
 |---|---|---|---|---|---|---|
@@ -358,11 +360,13 @@ def models() -> str:
         inv_freq, _ = llama.inverse_frequencies(rotated, config.rope_theta)  # unscaled, (D/2,)
         slow = int((trained * inv_freq.double() < 2 * math.pi).sum())
         scaling = config.rope_scaling or {}
-        about = f"{scaling['rope_type']}, factor {scaling['factor']:g}" if scaling else "none"
+        by = f" ({scaling['rope_type']}, factor {scaling['factor']:g})" if scaling else ""
+        part = [f"{rotated} of {config.head_dim} entries"] * (rotated < config.head_dim)
+        without = [f"not in {len(config.no_rope_layers)} layers"] * bool(config.no_rope_layers)
+        window = [f"window {config.sliding_window}"] * bool(config.sliding_window)
         cells = (
-            *(f"{config.rope_theta:,.0f}", f"{trained:,}", about, f"{rope_scaling.reach(config):,}"),
-            *(f"{rotated} of {config.head_dim}", f"{slow} of {rotated // 2}"),
-            *(f"{len(config.no_rope_layers) or 'none'}", f"{config.sliding_window or 'none'}"),
+            *(f"{config.rope_theta:,.0f}", f"{trained:,}", f"{rope_scaling.reach(config):,}{by}"),
+            *(f"{slow} of {rotated // 2}", ", ".join([*part, *without, *window]) or "all"),
         )
         same.setdefault(cells, []).append(f"`{file.stem}`")
     return "\n".join(f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in same.items())
@@ -372,12 +376,12 @@ def families() -> str:
     """The rows of the model types of config.json: what applies if the file does not say otherwise."""
     rows = []
     for name, kind in architectures.MODEL_TYPES.items():
-        size = f" (default {kind.window:,})" if kind.window else ""
-        window = {"never": "none", "always": f"`sliding_window`{size}", "if used": f"if used{size}"}[kind.slides]
+        size = f" ({kind.window:,})" if kind.window else ""
+        window = {"never": "none", "always": f"if stated{size}", "if used": f"if used{size}"}[kind.slides]
         every = kind.no_rope_interval
         cells = (
             *(f"`{name}`", f"{kind.theta:,.0f}", f"{kind.context:,}"),
-            "`partial_rotary_factor`" if kind.trained else "all",
+            "all or a part" if kind.trained else "all",
             *(f"every {every}th" if every else "none", window, "before RoPE" if kind.qk_norm else "none"),
         )
         rows.append(f"| {' | '.join(cells)} |")

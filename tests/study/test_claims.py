@@ -299,4 +299,5 @@ def test_each_configuration_has_one_row_with_its_own_base_and_slow_pairs() -> No
         trained = scaling.get("original_max_position_embeddings", config["max_seq_len"])
         slow = sum(2 * math.pi * config["rope_theta"] ** (2 * i / D) > trained for i in range(D // 2))
         assert row[1:3] == [f"{config['rope_theta']:,.0f}", f"{trained:,}"]
-        assert (row[4], row[6]) == (f"{config['max_seq_len']:,}", f"{slow} of {D // 2}")
+        by = f" ({scaling['rope_type']}, factor {scaling['factor']:g})" if scaling else ""
+        assert row[3:5] == [f"{config['max_seq_len']:,}{by}", f"{slow} of {D // 2}"]
