@@ -1,4 +1,4 @@
-"""Write docs/reference/commands.md from the parsers of the command line, and docs/reference/python.md from docstrings.
+"""Write pages of docs/reference: commands.md from the parsers, python.md from docstrings, rope.md from configurations.
 
     python scripts/reference.py           write the pages
     python scripts/reference.py --check   write nothing; exit code 1 if a committed page is stale
@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import copy
 import inspect
+import json
+import math
 import os
 import re
 import sys
@@ -24,11 +26,13 @@ from typing import Any
 from unittest import mock
 
 import llama
-from llama import cli, errors, inside, loader, text
+from llama import cli, errors, inside, loader, rope_scaling, text
+from llama.checkpoint import architectures
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = ROOT / "docs" / "reference" / "commands.md"
 PYTHON = ROOT / "docs" / "reference" / "python.md"
+ROPE = ROOT / "docs" / "reference" / "rope.md"
 NOTE = "<!-- Written by scripts/reference.py. Change the {} and run it again. -->\n"
 
 INDEX = """# Commands
@@ -78,6 +82,47 @@ The names on this page are public; others may change. `help(llama.load)` shows t
 {about} The subclasses are in `llama.errors`:
 
 {errors}
+"""
+MODELS = """# Which RoPE does my model use?
+
+{note}
+`clearllama inspect PATH_OR_NAME` prints the settings of your file, which may differ from its family's. The first table
+has the models whose configuration this repository contains; models in one row have the same RoPE.
+
+- **Base** is `rope_theta`, and the *trained length* is that of the unscaled frequencies.
+- **Context** is the number of tokens that the model may use, with the scaling in brackets if it has one.
+- **Slow pairs** do not finish a turn within the trained length, so a longer text shows them new angles.
+- **Rotated**: *all* means all entries of each head, in all layers, without a sliding window.
+
+| model | base | trained length | context | slow pairs | rotated |
+|---|---|---|---|---|---|
+{models}
+
+## Families in Hugging Face's format
+
+`config.json` states the base and the context, and the scaling in `rope_scaling` or `rope_parameters`. This table shows
+what applies to a `model_type` if its file does not say otherwise: these are transformers' defaults, and most files
+state other values. A window ends the context here, since only full attention is implemented; its default stands in
+brackets. In files of `phi3`, `partial_rotary_factor` states the part that rotates. [Checkpoint formats](formats.md) has
+more.
+
+| `model_type` | base | context | rotated | layers without RoPE | window | norm of q and k |
+|---|---|---|---|---|---|---|
+{families}
+
+## Pairing
+
+Meta's files pair entries 2i and 2i + 1 (*interleaved*, GPT-J style). Hugging Face's files of these families pair i and
+i + D/2 (*half*, GPT-NeoX style). GGUF files depend on the architecture:
+
+- interleaved: {interleaved}
+- half: {half}
+
+## Families that are rejected
+
+They need what is not implemented here. Their RoPE may be the same or another one:
+
+{needs}
 """
 EVERY, GENERAL = "Options of every command", "General options"
 # section -> (prefix of the names, objects)
@@ -303,6 +348,63 @@ def python(options: str) -> str:
     )
 
 
+# -------------------------------------------------------------------------------------------------------------- RoPE
+def models() -> str:
+    """The rows of the models in configs/: one for all that have the same RoPE."""
+    same: dict[tuple[str, ...], list[str]] = {}
+    for file in sorted((ROOT / "configs").glob("*.json")):
+        fields = json.loads(file.read_text())
+        config = llama.ModelConfig(**{**fields, "no_rope_layers": tuple(fields.get("no_rope_layers", ()))})
+        trained = int(rope_scaling.trained_length(config))
+        rotated = rope_scaling.rotated_entries(config.head_dim, config.rope_scaling)
+        inv_freq, _ = llama.inverse_frequencies(rotated, config.rope_theta)  # unscaled, (D/2,)
+        slow = int((trained * inv_freq.double() < 2 * math.pi).sum())
+        scaling = config.rope_scaling or {}
+        by = f" ({scaling['rope_type']}, factor {scaling['factor']:g})" if scaling else ""
+        part = [f"{rotated} of {config.head_dim} entries"] * (rotated < config.head_dim)
+        without = [f"not in {len(config.no_rope_layers)} layers"] * bool(config.no_rope_layers)
+        window = [f"window {config.sliding_window}"] * bool(config.sliding_window)
+        cells = (
+            *(f"{config.rope_theta:,.0f}", f"{trained:,}", f"{rope_scaling.reach(config):,}{by}"),
+            *(f"{slow} of {rotated // 2}", ", ".join([*part, *without, *window]) or "all"),
+        )
+        same.setdefault(cells, []).append(f"`{file.stem}`")
+    return "\n".join(f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in same.items())
+
+
+def families() -> str:
+    """The rows of the model types of config.json: what applies if the file does not say otherwise."""
+    rows = []
+    for name, kind in architectures.MODEL_TYPES.items():
+        size = f" ({kind.window:,})" if kind.window else ""
+        window = {"never": "none", "always": f"if stated{size}", "if used": f"if used{size}"}[kind.slides]
+        every = kind.no_rope_interval
+        cells = (
+            *(f"`{name}`", f"{kind.theta:,.0f}", f"{kind.context:,}"),
+            "all or a part" if kind.trained else "all",
+            *(f"every {every}th" if every else "none", window, "before RoPE" if kind.qk_norm else "none"),
+        )
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def rope() -> str:
+    """The page of the RoPE of each model and family."""
+    paired: dict[str, list[str]] = {}
+    for name, layout in architectures.GGUF_LAYOUTS.items():
+        paired.setdefault(layout, []).append(f"`{name}`")
+    return MODELS.format(
+        note=NOTE.format("files in configs/ or MODEL_TYPES"),
+        models=models(),
+        families=families(),
+        needs="\n".join(
+            f"- {needs}: {', '.join(f'`{name}`' for name in names.split())}"
+            for needs, names in architectures.NEEDS.items()
+        ),
+        **{layout: ", ".join(names) for layout, names in paired.items()},
+    )
+
+
 # --------------------------------------------------------------------------------------------------------------- run
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -310,6 +412,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     found = {COMMANDS: commands()}
     found[PYTHON] = python(found[COMMANDS])
+    found[ROPE] = rope()
     stale = [file for file, content in found.items() if not file.exists() or file.read_text() != content]
     for file in stale:
         print(f"{'stale' if args.check else 'written'}: {file.relative_to(ROOT)}")

@@ -1,6 +1,6 @@
 """Run the lessons of docs/learn; write their results and figures into them, and a notebook of each.
 
-    python scripts/render_lessons.py             every lesson, and docs/learn/explain.md
+    python scripts/render_lessons.py             every lesson, docs/learn/explain.md and docs/learn/one-file.md
     python scripts/render_lessons.py 04 07       those whose file name begins with 04 or 07
     python scripts/render_lessons.py --check     write nothing; exit code 1 if a committed file is stale
 
@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import annotated
 import lesson_figures
 import lesson_svg
 import torch
@@ -36,7 +37,7 @@ from llama.study.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[1]
 LEARN = ROOT / "docs" / "learn"
-EXPLAIN = LEARN / "explain.md"
+EXPLAIN, ONE_FILE = LEARN / "explain.md", LEARN / "one-file.md"
 OUTPUT = re.compile(r"\n<!-- output -->\n.*?\n<!-- end of output -->\n", re.DOTALL)
 OPEN = re.compile(r"\n<!-- open -->\n.*?\n<!-- end of open -->\n", re.DOTALL)
 CELL = re.compile(
@@ -175,9 +176,11 @@ def console(text: str) -> str:
 
 
 def render(lesson: Path) -> dict[Path, str]:
-    """Run a lesson or docs/learn/explain.md; every file that belongs to it, with its content."""
+    """Run a lesson or another page; every file that belongs to it, with its content."""
     if lesson == EXPLAIN:
         return {EXPLAIN: console(EXPLAIN.read_text())}
+    if lesson == ONE_FILE:
+        return {ONE_FILE: annotated.annotated(source(ONE_FILE.read_text()), annotated.recorded())}
     cells = parse(lesson.read_text())
     execute(cells, lesson.stem)
     files = {lesson: markdown(cells, lesson.stem), LEARN / "notebooks" / f"{lesson.stem}.ipynb": notebook(cells)}
@@ -202,7 +205,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("lesson", nargs="*", help="beginnings of file names (default: every lesson)")
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a committed file is stale")
     args = parser.parse_args(arguments)
-    known = [*lessons(), EXPLAIN]
+    known = [*lessons(), EXPLAIN, ONE_FILE]
     chosen = [file for file in known if not args.lesson or file.name.startswith(tuple(args.lesson))]
     if not chosen:
         parser.error(f"no file begins with {' or '.join(args.lesson)}; found {', '.join(file.name for file in known)}")

@@ -2,7 +2,7 @@
 
 GitHub and the site show the same files. What they do differently is translated here, at build time: links to files
 outside docs/ become plain text, since the site does not have these files; figures in two palettes, folded answers, the
-order of the pages, and the RoPE page, which is built and shown inside docs/learn/explore.md.
+order of the pages, and the RoPE page, which is built and shown inside docs/learn/rope-on-one-page.md.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mkdocs.structure.files import Files
 
 SECTIONS = ("start", "guides", "learn", "reference", "evidence")
-PAGE, MARK = "learn/rope.html", "<!-- the RoPE page -->\n"  # its file on the site, and the place in explore.md
+PAGE, MARK = "learn/rope.html", "<!-- the RoPE page -->\n"  # its file on the site, and its place in a page
 FRAME = '[Open the page alone.]({0})\n\n<iframe class="page" src="{0}" title="The RoPE page"></iframe>'
 
 FENCE = re.compile(r"^( *)```.*?^\1```$", re.DOTALL | re.MULTILINE)

@@ -14,7 +14,6 @@ are the same, bit for bit.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import time
@@ -22,12 +21,13 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 
+from llama.checkpoint.huggingface_write import write
+from llama.checkpoint.write import Model
 from llama.config import ModelConfig
 from llama.model import Transformer
-from llama.rope import to_half_layout
 from llama.tokenizer.common import BYTE_OF
 
 CONFIG = ModelConfig(
@@ -91,58 +91,15 @@ def fit(model: nn.Module, data: Tensor, steps: int, batch: int, peak: float = 3e
 
 
 def save(model: Transformer, folder: Path) -> None:
-    """Write a folder in Hugging Face's format, with wq and wk in the half layout."""
+    """Write a folder in Hugging Face's format, with a byte-level vocabulary that has no merges."""
     folder.mkdir(parents=True, exist_ok=True)
-    theirs = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"}
-    theirs |= {"w_gate": "gate_proj", "w_up": "up_proj", "w_down": "down_proj"}
-    theirs |= {"attention": "self_attn", "feed_forward": "mlp"}
-    theirs |= {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-    tensors = {}
-    for name, tensor in model.state_dict().items():
-        if name.endswith((".wq.weight", ".wk.weight")):
-            tensor = to_half_layout(tensor, CONFIG.head_dim)
-        inside = ".".join(theirs.get(part, part) for part in name.split("."))
-        inside = inside.replace("tok_embeddings", "embed_tokens")
-        tensors["lm_head.weight" if name == "output.weight" else f"model.{inside}"] = tensor.contiguous()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": CONFIG.dim,
-        "num_hidden_layers": CONFIG.n_layers,
-        "num_attention_heads": CONFIG.n_heads,
-        "num_key_value_heads": CONFIG.n_kv_heads,
-        "head_dim": CONFIG.head_dim,
-        "intermediate_size": CONFIG.hidden_dim,
-        "vocab_size": CONFIG.vocab_size,
-        "rms_norm_eps": CONFIG.norm_eps,
-        "rope_theta": CONFIG.rope_theta,
-        "rope_scaling": None,
-        "max_position_embeddings": CONFIG.max_seq_len,
-        "tie_word_embeddings": False,
-        "hidden_act": "silu",
-        "torch_dtype": "float32",
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    vocabulary = {symbol: byte for byte, symbol in enumerate(byte_symbols())}
-    tokenizer = {
-        "version": "1.0",
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
-        "post_processor": None,
-        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
-        "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
-    }
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def byte_symbols() -> list[str]:
-    """The printable character for each byte 0 .. 255 in a byte-level vocabulary."""
-    symbols = {byte: symbol for symbol, byte in BYTE_OF.items()}
-    return [symbols[byte] for byte in range(256)]
+    state = model.state_dict()
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    write(folder, Model(CONFIG, shapes, dict.fromkeys(state, torch.float32), state.__getitem__))
+    tokenizer = Tokenizer(models.BPE(dict(BYTE_OF), []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True)
+    tokenizer.decoder = decoders.ByteLevel(add_prefix_space=False, trim_offsets=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def split(file: Path) -> tuple[bytes, bytes]:

@@ -26,6 +26,7 @@ LARGEST_PICKLE = 2**22  # bytes; the names and shapes of a model of 405B paramet
 MOST_TUPLES = 2**15  # 4 for each tensor; tuples nested deeper can overflow the C stack when they are hashed
 FUNCTIONS = {"collections OrderedDict", "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_tensor_v3",
              "torch._utils _rebuild_parameter"}  # fmt: skip
+PLAIN = (str, int, float, type(None))  # types beside tensors that `read_nested` accepts
 TYPES = re.compile(r"torch(\.storage)? \w+Storage|torch (bool|[a-z]+\d+\w*)")  # storages and dtypes
 
 
@@ -34,10 +35,20 @@ def read_torch(path: Path) -> dict[str, Tensor]:
 
     Raises CheckpointError if it holds anything but {str: dense CPU tensor}, or contradicts itself.
     """
+    return {name: tensor.detach() for name, tensor in read_nested(path, flat=True).items()}
+
+
+def read_nested(path: Path, flat: bool = False) -> dict[Any, Any]:
+    """A dict of dense CPU tensors, mapped, of numbers, strings and None, and of lists and dicts of all these.
+
+    flat  allow only {str: tensor}; otherwise, a list or dict may be in itself
+
+    Raises CheckpointError if the file holds anything else, or contradicts itself.
+    """
     try:
         if not start_of(path).startswith(ZIP):
             raise CheckpointError(f"{path} is not in the format of torch 1.6 or later; save it again with torch.save")
-        return _read_archive(path)
+        return _read_archive(path, flat)
     except LlamaError:
         raise
     except Exception as error:  # of a dozen kinds; torch wraps some in a text that recommends weights_only=False
@@ -45,7 +56,7 @@ def read_torch(path: Path) -> dict[str, Tensor]:
         raise DamagedError(f"torch.load can't read {path} ({type(cause).__name__}: {cause!s:.120})") from None
 
 
-def _read_archive(path: Path) -> dict[str, Tensor]:
+def _read_archive(path: Path, flat: bool) -> dict[Any, Any]:
     records = read_records(path)
     reader: Any = torch._C.PyTorchFileReader(str(path))  # torch.load's, so that both see the same pickle
     content = reader.get_record("data.pkl")
@@ -55,17 +66,23 @@ def _read_archive(path: Path) -> dict[str, Tensor]:
     if "byteorder" in records and reader.get_record("byteorder") != b"little":  # torch would swap bytes in the mapping
         raise CheckpointError(f"{path} is from a big-endian machine; save it again on a little-endian one")
     _check_pickle(content, path)
-    tensors = _dense_tensors(torch.load(path, "cpu", mmap=True, weights_only=True), path)
+    found = torch.load(path, "cpu", mmap=True, weights_only=True)
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds a {type(found).__name__}, expected tensors by name")
+    for name, value in dict.items(found) if flat else ():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            raise CheckpointError(f"{path} has a {type(value).__name__} named {name!s:.80}, expected tensors by name")
+    tensors = _dense_tensors(found, path)
 
     # Each storage of the tensors must be one record. The file is mapped as a whole: addresses follow the offsets.
-    storages = {s.data_ptr(): s.nbytes() for t in tensors.values() if (s := t.untyped_storage()).nbytes()}
+    storages = {s.data_ptr(): s.nbytes() for t in tensors if (s := t.untyped_storage()).nbytes()}
     data = {
         reader.get_record_offset(n): i.file_size for n, i in records.items() if n.startswith("data/") and i.file_size
     }
     start = min(storages, default=0) - min(data, default=0)
     if storages != {start + offset: size for offset, size in data.items()}:
         raise DamagedError(f"{path}: the sizes of its records are not those of its tensors")
-    return tensors
+    return dict(dict.items(found))  # not found.items(), an attribute that the pickle of an OrderedDict can set
 
 
 def read_records(path: Path) -> dict[str, zipfile.ZipInfo]:
@@ -96,16 +113,24 @@ def _check_pickle(content: bytes, path: Path) -> None:
         raise CheckpointError(f"{path}: its pickle has {tuples:,} tuples, expected at most {MOST_TUPLES:,}")
 
 
-def _dense_tensors(state: object, path: Path) -> dict[str, Tensor]:
-    """Return what torch.load found if it is {str: dense CPU tensor}. Raises CheckpointError if not."""
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{path} holds a {type(state).__name__}, expected tensors by name")
-    tensors = dict(dict.items(state))  # not state.items(), an attribute that the pickle of an OrderedDict can set
-    for name, tensor in tensors.items():
-        if not isinstance(name, str) or not isinstance(tensor, Tensor):
-            raise CheckpointError(f"{path} has a {type(tensor).__name__} named {name!s:.80}, expected tensors by name")
-        # Strides of 0 describe terabytes by a few bytes, and C++ kernels would read a negated view as it is stored
-        entries = tensor.untyped_storage().nbytes() // tensor.itemsize
-        if math.prod(tensor.shape) > entries or tensor.is_neg() or tensor.data_ptr() % tensor.itemsize:
-            raise CheckpointError(f"{path}: {name:.80} is not a tensor of {entries:,} stored entries")
-    return {name: tensor.detach() for name, tensor in tensors.items()}
+def _dense_tensors(state: object, path: Path) -> list[Tensor]:
+    """All tensors in what torch.load found. Raises CheckpointError for what `read_nested` does not return."""
+    found: dict[int, Any] = {}  # by id: each part once, since a file can repeat a list a million times
+    rest = [state]
+    while rest:
+        one = rest.pop()
+        if id(one) in found:
+            continue
+        found[id(one)] = one
+        if isinstance(one, Tensor):
+            # Strides of 0 describe terabytes by a few bytes, and C++ kernels would read a negated view as it is stored
+            entries = one.untyped_storage().nbytes() // one.itemsize
+            if math.prod(one.shape) > entries or one.is_neg() or one.data_ptr() % one.itemsize:
+                raise CheckpointError(f"{path}: a tensor of shape {tuple(one.shape)} has {entries:,} stored entries")
+        elif isinstance(one, dict):
+            rest += [*dict.keys(one), *dict.values(one)]
+        elif isinstance(one, list):
+            rest += one
+        elif not isinstance(one, PLAIN):
+            raise CheckpointError(f"{path} has a {type(one).__name__}, expected tensors, numbers and strings")
+    return [one for one in found.values() if isinstance(one, Tensor)]

@@ -39,6 +39,7 @@ OPTIONS = [
     *((f"--{name} N", int, help, {"default": n}) for name, (n, *_, help) in NUMBERS.items()),
     ("--cors-origin ORIGIN", str, "origin whose pages may use the server (https://example.org); may be repeated", MANY),
     ("--thinking-budget N", int, "close the thought of an answer after N tokens, unless the request has a budget"),
+    arguments.LENS,
     *arguments.model(),
     *arguments.CHAT,
     *arguments.STEERING,
@@ -63,6 +64,7 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError(f"--host {args.host} needs a key, as other machines can connect: --api-key FILE, or --no-auth")
     listener = bind(args.host, args.port)
     llm = loading.load(args)
+    lens = loading.read_lens(args, llm.model)
     loading.set_chat_form(args, llm)
     if args.thinking_budget is not None:
         llm.prepare([0], {"thinking_budget": args.thinking_budget, "thoughts": llm.thoughts([0])})  # checks it
@@ -70,7 +72,7 @@ def run(args: argparse.Namespace) -> None:
     name = args.name or loading.model_name(args.model)
     limits = Limits(slots=args.parallel, waiting=args.queue, seconds=args.timeout, tokens=args.max_tokens)
     engine, hosts = Engine(llm, limits), ["localhost", "127.0.0.1", "[::1]"] if local else None
-    app = Server(engine, name, key).app(hosts, args.cors_origin)
+    app = Server(engine, name, key, lens).app(hosts, args.cors_origin)
     server = uvicorn.Server(configuration(app, limits))
     host, port = listener.getsockname()[:2]
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

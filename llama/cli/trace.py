@@ -7,16 +7,25 @@ RoPE; with an intervention, also the difference from the unchanged model. Layers
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import hashlib
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..checks import dtype_name
 from ..errors import UsageError
 from .common import arguments, files, loading, terminal
 from .common.parser import MANY, Group
 
+if TYPE_CHECKING:
+    from ..text import Llama
+
 OPTIONS = [
     *arguments.PROMPT,
     ("--html FILE", Path, "write a page for a browser: one file, works offline"),
+    arguments.LENS,
+    ("--fit-lens FILE", Path, "fit the model's Jacobian lens to the text, in parts of 128 tokens; FILE resumes a fit"),
     ("--max-tokens N", int, "longest text", {"default": 256}),
     ("--json", bool, "write all numbers as one JSON object, in place of the summary"),
     Group("interventions", "the RoPE options below are also interventions"),
@@ -29,10 +38,11 @@ OPTIONS = [
 
 
 def run(args: argparse.Namespace) -> None:
-    if args.html is not None:
-        files.check_file("--html", args.html)
+    for option, path in (("--html", args.html), ("--fit-lens", args.fit_lens)):
+        if path is not None:
+            files.check_file(option, path)
     arguments.check_plain(args, "trace")
-    from ..inside import intervene, patching, trace, trace_page
+    from ..inside import intervene, jacobian, patching, trace, trace_page
     from ..loader import with_rope
     from ..rope_scaling import reach
 
@@ -50,6 +60,9 @@ def run(args: argparse.Namespace) -> None:
         theta=args.rope_theta,
         scaling=scaling,
     )
+    if args.fit_lens is not None:
+        read_weights()
+        return fit(args, llm, prompt)
     ids = llm.tokenizer.encode_prompt(prompt)
     if len(ids) > args.max_tokens:
         raise UsageError(f"the text has {len(ids)} tokens, more than --max-tokens {args.max_tokens}; raise it")
@@ -59,6 +72,7 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError(f"--patch-from must have {len(ids)} tokens as the prompt, got {len(source)}: {pieces:.400}")
     trace.check(llm.model, ids)
     read_weights()
+    lens = loading.read_lens(args, llm.model)
     traced = trace.trace(llm.model, ids, intervention)
     about = {
         "model": loading.model_name(args.model),
@@ -75,4 +89,28 @@ def run(args: argparse.Namespace) -> None:
         files.write_file(args.html, trace_page.render(facts, trace.packed_maps(traced.weights)))
         terminal.info(f"{args.html}: open it in a browser")
     text = trace.summary(facts)
+    if lens is not None and not args.json:
+        with intervention.on(llm.model):
+            text += "\n" + jacobian.summary(lens, llm, ids)
     terminal.show(args, facts | {"attention": trace.attention_rows(traced.weights)} if args.json else facts, text)
+
+
+def fit(args: argparse.Namespace, llm: Llama, text: str) -> None:
+    """Fit the lens to the parts of a text; write it after each part. A file that is there is resumed."""
+    from ..inside import jacobian
+
+    first = llm.tokenizer.encode_prompt("")  # the tokens that begin every text, if any
+    ids, size = llm.tokenizer.encode_prompt(text)[len(first) :], jacobian.LENGTH - len(first)
+    parts = [first + ids[at : at + size] for at in range(0, len(ids) - size + 1, size)]
+    if not parts:
+        raise UsageError(f"the text has {len(ids)} tokens; --fit-lens needs {jacobian.LENGTH} or more")
+    metadata = {"model": loading.model_name(args.model), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    start = jacobian.JacobianLens.read(args.fit_lens, llm) if args.fit_lens.exists() else None
+    if start is not None and start.metadata != metadata:
+        raise UsageError(f"{args.fit_lens} was fitted to another text or model; choose another file")
+    done = 0 if start is None else start.n_prompts
+    with terminal.progress("row") as show:
+        tick = partial(show, "fitting")
+        for lens in jacobian.fit_jacobian_lens(llm, parts[done:], start=start, tick=tick):
+            dataclasses.replace(lens, metadata=metadata).write(args.fit_lens)
+            terminal.info(f"{args.fit_lens}: fitted to {lens.n_prompts} of {len(parts)} parts of the text")

@@ -182,6 +182,20 @@ def pull_repository(id: HubId, *, force: bool = False, quiet: bool = False) -> P
         raise CheckpointError(_explained(error, id)) from error
 
 
+def pull_file(name: str) -> Path:
+    """The path of a file of the hub, ORG/NAME/FILE, which is fetched into the hub's cache if it is not there.
+
+    Raises CheckpointError with the remedy.
+    """
+    from huggingface_hub import hf_hub_download
+
+    *repo, file = name.split("/", 2)
+    try:
+        return Path(hf_hub_download("/".join(repo), file))
+    except Exception as error:
+        raise CheckpointError(_explained(error, HubId("/".join(repo), file))) from error
+
+
 def _download(id: HubId, force: bool, quiet: bool) -> Path:
     from huggingface_hub import HfApi, hf_hub_download
     from tqdm import tqdm

@@ -18,14 +18,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .ablation import AblationGrid, ablation_grid
     from .hooks import SITES, Activations, Place, activations, patch
+    from .jacobian import JacobianLens, fit_jacobian_lens
     from .patching import Grid, patching_grid
     from .steering import ControlVector, control_vector, steer
 
 __all__ = [
-    "SITES", "AblationGrid", "Activations", "ControlVector", "Grid", "Place", "ablation_grid", "activations",
-    "control_vector", "patch", "patching_grid", "steer",
+    "SITES", "AblationGrid", "Activations", "ControlVector", "Grid", "JacobianLens", "Place", "ablation_grid",
+    "activations", "control_vector", "fit_jacobian_lens", "patch", "patching_grid", "steer",
 ]  # fmt: skip
-MODULES = ("ablation", "hooks", "patching", "steering")
+MODULES = ("ablation", "hooks", "jacobian", "patching", "steering")
 
 
 def __getattr__(name: str) -> object:

@@ -21,6 +21,7 @@ from ..cache import KVCache
 from ..errors import NumericalError, UsageError
 from ..model import Transformer
 from ..text import Llama
+from .exact import float32_logits
 from .hooks import Place, activations, patch, transformer
 from .trace import head_readouts, readout_of, sink
 
@@ -167,7 +168,7 @@ def _reading(weights: Tensor, place: Place, read: Tensor) -> Tensor:
 
 def _difference(model: Transformer, h: Tensor, token: int, against: int) -> Tensor:
     """The difference of two logits: (B, C) -> (B,) float32."""
-    logits = model.output(model.norm(h)).float()  # (B, V)
+    logits = float32_logits(model, model.norm(h))  # (B, V)
     found: Tensor = logits[:, token] - logits[:, against]
     return found
 

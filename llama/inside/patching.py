@@ -7,21 +7,23 @@ answers' logits: 0 is the difference after the target, 1 the difference after th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..attention import causal_mask
 from ..errors import NumericalError, UsageError
 from ..model import Transformer
 from ..text import Llama
 from ..tokenizer import Tokenizer
-from .hooks import Place, activations, patch, transformer
+from .exact import float32_logits
+from .hooks import transformer
 
 LEGEND = ". = -5 to 5 %, 1 to 9 = tenths, # = 95 % or more, - = below -5 %"
-ROWS = 16  # positions that one pass patches, each in its own row of a batch
+ROWS = 16  # positions that are patched at once, each in its own row of a batch
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,6 @@ class Grid:
     restored: Tensor
 
 
-@torch.inference_mode()
 def patching_grid(model: Transformer | Llama, source: Sequence[int], target: Sequence[int]) -> Grid:
     """Put the residual stream of the source into the run on the target, at each layer and token.
 
@@ -51,52 +52,97 @@ def patching_grid(model: Transformer | Llama, source: Sequence[int], target: Seq
     Raises UsageError if the texts have no tokens, not equally many, or the same answer, NumericalError if a logit is
     not finite.
     """
+    steps = patching_steps(model, source, target)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            grid: Grid = end.value
+            return grid
+
+
+@torch.inference_mode()
+def patching_steps(
+    model: Transformer | Llama,
+    source: Sequence[int],
+    target: Sequence[int],
+    answers: tuple[int | None, int | None] = (None, None),
+) -> Generator[tuple[int, int], None, Grid]:
+    """`patching_grid`, of which each step runs one layer on at most ROWS rows: yields (steps done, all steps).
+
+    answers  ids in place of the most probable ones after the source and after the target. Layers below a patch are not
+             computed again
+    """
     model = transformer(model)
     if not target or len(source) != len(target):
         raise UsageError(
             f"patching compares texts token by token: expected equally many tokens, got {len(source)} and"
             f" {len(target)}; reword one of the texts"
         )
-    device = model.tok_embeddings.weight.device
-    runs, logits = [], []
-    for ids in (source, target):
-        with activations(model, "resid_pre.*") as seen:
-            logits.append(_last_logits(model, torch.tensor([ids], device=device))[0])  # (V,)
-        runs.append(seen)
-    sites = list(seen)
-    if not all(bool(torch.isfinite(row).all()) for row in logits):
+    blocks: list[Any] = list(model.layers)
+    S, L = len(target), len(blocks)
+    start = next((t for t in range(S) if source[t] != target[t]), S - 1)  # nothing before it differs
+    earlier = [_Earlier() if start else None for _ in blocks]
+
+    def run(layer: int, h: Tensor, start: int, end: int) -> Tensor:  # (B, T, C) -> (B, T, C), T = end - start
+        device = blocks[layer].attention_norm.weight.device
+        keys = torch.arange(end, device=device)  # (S,)
+        mask = causal_mask(keys[start:], keys)  # (T, S)
+        freqs_cis = model.rope.freqs_cis(keys[start:], S)
+        x: Tensor = blocks[layer](h.to(device), freqs_cis, mask, keys[start:], earlier[layer])
+        return x
+
+    def logits_of(h: Tensor) -> Tensor:  # (B, T, C) -> (B, V), after the last token
+        return float32_logits(model, model.norm(h[:, -1].to(model.norm.weight.device)))
+
+    both = torch.tensor([source, target], device=model.tok_embeddings.weight.device)  # (2, T)
+    h, states = model.tok_embeddings(both[:1, :start]), [model.tok_embeddings(both[:, start:])]
+    for layer in range(L):
+        h = run(layer, h, 0, start) if start else h  # (1, start, C)
+        states.append(run(layer, states[-1], start, S))  # (2, T, C) before each layer, and after the last one
+    logits = logits_of(states[-1])  # (2, V)
+    if not bool(logits.isfinite().all()):
         raise NumericalError("the logits of these texts are not finite; try dtype='float32' (--dtype float32)")
-    first, second = (int(row.argmax()) for row in logits)
+    first, second = (int(row.argmax()) if id is None else id for row, id in zip(logits, answers, strict=True))
     if first == second:
         raise UsageError(
             f"both texts have the same most probable next token, id {first}, so patching has nothing to restore;"
             " choose texts with different answers"
         )
-    ours, theirs = (float(row[first] - row[second]) for row in logits)
-    tokens = torch.tensor([target], device=device).expand(ROWS, -1)  # (ROWS, T)
-    restored = torch.zeros(len(sites), len(target), dtype=torch.float64)
-    for row, site in enumerate(sites):
-        put, old = (run[site][0] for run in runs)  # (T, C) each
-        differ = (put != old).any(-1).nonzero().flatten().tolist()  # elsewhere, patching changes nothing
-        for start in range(0, len(differ), ROWS):
-            at = differ[start : start + ROWS]
+    ours, theirs = (logits[:, first] - logits[:, second]).tolist()
+    if ours == theirs:
+        raise UsageError("the difference of the two logits is the same after both texts, so nothing can move it")
+    # Where the states are equal, patching changes nothing
+    differ = [(h[0] != h[1]).any(-1).nonzero().flatten() for h in states[:-1]]
+    parts = [(layer, at) for layer, found in enumerate(differ) for at in found.split(ROWS)]
+    done, count = 0, sum(L - layer for layer, _ in parts)
+    restored = torch.zeros(L, S, dtype=torch.float64)
+    for layer, at in parts:
+        x = states[layer][1].repeat(len(at), 1, 1)  # (rows, T, C)
+        x[torch.arange(len(at)), at] = states[layer][0, at]
+        for later in range(layer, L):
+            x = run(later, x, start, S)  # (rows, T, C)
+            done += 1
+            yield done, count
+        found = logits_of(x)  # (rows, V)
+        difference = (found[:, first] - found[:, second]).double().cpu()  # (rows,)
+        restored[layer, start + at.cpu()] = (difference - theirs) / (ours - theirs)
+    numbers = [block.attention.layer for block in blocks]
+    return Grid(list(source), list(target), (first, second), (ours, theirs), numbers, restored)
 
-            def replaced(h: Tensor, place: Place, at: list[int] = at, put: Tensor = put) -> Tensor:  # h (rows, T, C)
-                rows = torch.arange(len(at), device=h.device)
-                return h.index_put((rows, torch.tensor(at, device=h.device)), put[at])
 
-            with patch(model, {site: replaced}):
-                patched = _last_logits(model, tokens[: len(at)])  # (rows, V)
-            found = (patched[:, first] - patched[:, second]).double().cpu()  # (rows,)
-            restored[row, at] = (found - theirs) / (ours - theirs)
-    layers = [int(site.split(".")[1]) for site in sites]
-    return Grid(list(source), list(target), (first, second), (ours, theirs), layers, restored)
+class _Earlier:
+    """A layer's cache: it keeps keys and values of the first tokens, which both texts have, for all later passes."""
 
+    kept: tuple[Tensor, Tensor] | None = None  # (1, KV, start, D) each
 
-def _last_logits(model: Transformer, tokens: Tensor) -> Tensor:
-    """Logits after the last token: (B, T) -> (B, V) float32."""
-    found: Tensor = model.output(model.hidden(tokens)[:, -1])
-    return found.float()
+    def update(self, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, KV, T, D) twice -> (B, KV, S, D) twice."""
+        if self.kept is None:
+            self.kept = k, v
+            return k, v
+        keys, values = (old.expand(len(k), -1, -1, -1) for old in self.kept)
+        return torch.cat((keys, k), dim=2), torch.cat((values, v), dim=2)
 
 
 def facts(grid: Grid, tokenizer: Tokenizer) -> dict[str, Any]:

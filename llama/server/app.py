@@ -24,12 +24,22 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ..inside import trace_page
+from ..inside.jacobian import JacobianLens
 from ..text import Llama
 from .api import DISCONNECTED, Api, Format, Reply, Stream, refusal
 from .engine import COUNTED, Engine, Inbox, Look, Steps
 from .look import Looks
 from .openai import Chat, Completions
-from .requests import check_model, parse_answer, parse_body, parse_grid, parse_inspection, parse_page, parse_sources
+from .requests import (
+    check_model,
+    parse_answer,
+    parse_body,
+    parse_grid,
+    parse_inspection,
+    parse_page,
+    parse_patching,
+    parse_sources,
+)
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +50,8 @@ AUTHENTICATE = {"WWW-Authenticate": "Bearer"}
 MAY_HAVE_SCHEMA = re.compile(rb'(response_format|tool_choice|tools|\\u[0-9a-fA-F]{4}[a-z_]{0,14})"\s*:|\0')
 # path -> file in the package. The page needs no key; what it shows does
 PAGE = {"/": "server/page/index.html"}
-PAGE |= {f"/{name}": f"server/page/{name}" for name in ("page.css", "page.js", "panel.js", "keep.js")}
+SCRIPTS = ("page.js", "panel.js", "lens.js", "compare.js", "keep.js")
+PAGE |= {f"/{name}": f"server/page/{name}" for name in ("page.css", *SCRIPTS)}
 PAGE |= {f"/{name}": f"inside/trace_page/{name}" for name in ("shared.css", "shared.js", "tokens.css", "tokens.js")}
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 PAGE_HEADERS = {
@@ -58,11 +69,11 @@ Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 class Server:
-    """A model behind HTTP. `model` is its name in requests; `key` the API key, or None."""
+    """A model behind HTTP. `model` is its name in requests; `key` the API key, or None; `lens` for its looks."""
 
-    def __init__(self, engine: Engine, model: str, key: str | None):
+    def __init__(self, engine: Engine, model: str, key: str | None, lens: JacobianLens | None = None):
         self.llm, self.engine, self.model, self.key, self.limits = engine.llm, engine, model, key, engine.limits
-        self.looks, self.started = Looks(self.llm, model), int(time.time())
+        self.looks, self.started = Looks(self.llm, model, lens), int(time.time())
         self.statuses: Counter[tuple[str, int]] = Counter()  # responses by path and status
         self.received = 0  # bytes of bodies that are not parsed yet
         self.parsing, self.compiling = asyncio.Semaphore(self.limits.parsed), asyncio.Semaphore(self.limits.compiled)
@@ -77,7 +88,7 @@ class Server:
         get |= {"/v1/models/{id:path}": self.models, "/view.html": self.view, **dict.fromkeys(PAGE, self.page)}
         post: dict[str, Endpoint] = {path: partial(self.complete, api) for path, api in APIS.items()}
         post |= {"/look/answer": self.look_answer, "/look/inside": self.look_inside, "/look/grid": self.look_grid}
-        post |= {"/look/sources": self.look_sources}
+        post |= {"/look/sources": self.look_sources, "/look/patch": self.look_patch}
         post |= {"/look/page": partial(self.look_file, self.looks.page, "text/html")}
         post |= {"/look/activations": partial(self.look_file, self.looks.activations, "application/octet-stream")}
         routes = [Route(path, self._counted(path, endpoint)) for path, endpoint in get.items()]
@@ -201,6 +212,10 @@ class Server:
 
     async def look_grid(self, request: Request) -> Response:
         look = Look(self.looks.grid(**await self._parsed(request, parse_grid)), self.engine)
+        return Stream(look.news(), look, EVENTS)
+
+    async def look_patch(self, request: Request) -> Response:
+        look = Look(self.looks.patching(**await self._parsed(request, parse_patching)), self.engine)
         return Stream(look.news(), look, EVENTS)
 
     async def look_file(self, look: Callable[[list[int]], Steps], kind: str, request: Request) -> Response:

@@ -14,8 +14,8 @@ import dataclasses
 import io
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -29,13 +29,17 @@ from ..engine.linears import describe_quantization
 from ..engine.nonfinite import locate
 from ..engine.placement import describe_devices
 from ..errors import LlamaError, UsageError
-from ..generate import next_logits, prefill_chunks, room_for
+from ..generate import prefill_chunks, room_for
 from ..generation.answer import Job
 from ..generation.prefix import shared_prefix
 from ..inside import trace, trace_page
 from ..inside.ablation import ablation_grid, without_sources
-from ..inside.hooks import activations
+from ..inside.exact import can_copy, float32_copy, float32_logits, rounding
+from ..inside.hooks import Function, activations, patch
 from ..inside.intervene import ablated
+from ..inside.jacobian import JacobianLens
+from ..inside.patching import patching_steps
+from ..model import Transformer
 from ..rope import interleaved_to_half
 from ..sampling import Chooser, check_extreme, extreme
 from ..text import Llama
@@ -43,7 +47,9 @@ from .engine import Steps
 from .requests import LONGEST_GRID, LONGEST_LOOK, LONGEST_PAGE, Heads
 from .spelling import Spelling
 
-SHOWN_HEADS, SHOWN_ROWS = 8, 3  # best heads, most probable tokens in a row of the lens
+T = TypeVar("T")
+Put = Mapping[str, Function]  # a change of the model, as of hooks.patch
+SHOWN_HEADS, SHOWN_ROWS, SHOWN_WORDS = 8, 3, 5  # best heads, tokens in a row of a lens, words of its curves
 LARGEST_FILE = 2**29  # bytes of activations
 # TransformerLens' names of our tensors. What it has at other hooks differs: q and k are those before Qwen3's norms, and
 # the results of norms those before the norm's weight.
@@ -63,16 +69,27 @@ class Cached:
 
 
 class Looks:
-    """The looks into one model. Their caches are one for the model as it is, and one for it with heads switched off."""
+    """The looks into one model.
 
-    def __init__(self, llm: Llama, name: str):
-        self.llm, self.model, self.name = llm, llm.model, name
+    Answers are drawn from the model as it is served; what happens inside is computed in float32, if there is memory for
+    a copy. Each of the two models has a cache for it as it is, and one for it with heads switched off.
+    """
+
+    def __init__(self, llm: Llama, name: str, lens: JacobianLens | None = None):
+        self.llm, self.model, self.name, self.lens = llm, llm.model, name, lens
         self.n_vocab = llm.tokenizer.n_vocab
         self.token = Spelling(llm.tokenizer).entry
         self.longest = min(LONGEST_LOOK, llm.model.max_seq_len)
-        self.cached: dict[bool, Cached] = {}
+        self.cached: dict[tuple[bool, bool], Cached] = {}  # by: heads are off, exact
+        self.copied = rounding(llm.model) > 0 and can_copy(llm.model)
         if (watch := getattr(llm.model.runner, "watch", None)) is not None:
             watch.logged = True  # a user of the page can't act on this warning; the page shows the difference itself
+
+    @cached_property
+    @torch.inference_mode()
+    def exact(self) -> Transformer:
+        """The model that looks inside compute with. It is copied for the first of them, which takes about a second."""
+        return float32_copy(self.model) if self.copied else self.model
 
     def meta(self) -> dict[str, Any]:
         """What the page shows about the model."""
@@ -83,12 +100,17 @@ class Looks:
             **{"context": self.longest, "vocab_size": self.n_vocab, "parameters": config.n_params, "dtype": dtype},
             **{"traced": LONGEST_PAGE, "gridded": LONGEST_GRID},
             **{"weights": f"{weights}, {describe_devices(self.model).replace('cpu', 'CPU')}"},
+            **{"lens": self.lens and self.lens.n_prompts, "tied": config.tie_embeddings},
             "template": self.llm.chat_format is not None or self.llm.chat_template is not None,
+            **{"rounding": rounding(self.model), "exact": self.copied or not rounding(self.model)},
             **{"version": __version__, "sampling": self.llm.sampling, "stop_ids": sorted(self.llm.tokenizer.stop_ids)},
         }
 
-    def _switched(self, off: Heads) -> contextlib.AbstractContextManager[None]:
-        return ablated(self.model, off) if off else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def _switched(self, off: Heads, model: Transformer | None = None, put: Put | None = None) -> Iterator[None]:
+        model, nothing = model or self.model, contextlib.nullcontext()
+        with ablated(model, off) if off else nothing, patch(model, put) if put else nothing:
+            yield
 
     @contextlib.contextmanager
     def _checked(self) -> Iterator[None]:
@@ -105,33 +127,47 @@ class Looks:
 
     @torch.inference_mode()
     def _feed(
-        self, ids: list[int], off: Heads, last: int = 0
-    ) -> Generator[dict[str, Any], None, tuple[Cached, Tensor | None]]:
-        """Feed ids, without the last ones, into the cache; it keeps what it holds of them.
+        self, ids: list[int], off: Heads, last: int = 0, model: Transformer | None = None, put: Put | None = None
+    ) -> Generator[dict[str, Any], None, tuple[Cached, Any]]:
+        """Feed ids, without the last ones, into the cache; it keeps what it holds of them. `put` gets its own cache.
 
         Yields how far it is after each chunk. Returns the cache and the hidden state (1, C) of the last id fed, if any.
         """
-        kept = self.cached.pop(bool(off), None)  # an error leaves no cache: it may hold NaN
-        if kept is None or kept.off != off or self.model.rope.by_length:
-            kept = Cached(off, self.model.new_cache(self.longest), [])
+        model = model or self.model
+        key = bool(off), model is not self.model
+        kept = None if put else self.cached.pop(key, None)  # an error leaves no cache: it may hold NaN
+        if kept is None or kept.off != off or model.rope.by_length:
+            kept = Cached(off, model.new_cache(self.longest), [])
         shared, hidden = shared_prefix(kept.ids, ids), None
         kept.cache.trim(shared)
         kept.ids = ids[:shared]
-        chunks = prefill_chunks(self.model, ids[shared : len(ids) - last], kept.cache)
+        chunks = prefill_chunks(model, ids[shared : len(ids) - last], kept.cache)
         while True:
-            with self._switched(off):
+            with self._switched(off, model, put):
                 found = next(chunks, None)  # (1, T, C)
             if found is None:
-                self.cached[bool(off)] = kept
+                if not put:
+                    self.cached[key] = kept
                 return kept, hidden
             kept.ids, hidden = ids[: kept.cache.length], found[:, -1]
             yield {"read": len(kept.ids), "of": len(ids)}
 
     @torch.inference_mode()
-    def answer(self, job: Job, answer: list[int], off: Heads, top: int, own: Sequence[int] = ()) -> Steps:
+    def answer(
+        self,
+        job: Job,
+        answer: list[int],
+        off: Heads,
+        top: int,
+        own: Sequence[int] = (),
+        patch: Mapping[str, Any] | None = None,
+    ) -> Steps:
         """The events of an answer that begins with ids: the prompt, how far it is read, each new token, the end.
 
-        off  heads that are switched off;  top  alternatives for each token;  own  ids to take instead of drawn ones
+        off    heads that are switched off
+        top    alternatives for each token
+        own    ids to take instead of drawn ones
+        patch  other, layer, position: a vector of another text to put into this one, see `_from_other`
         """
         model, tokenizer, start = self.model, self.llm.tokenizer, len(job.ids)
         params, constraint, ids = job.params, job.constraint, [*job.ids, *answer]
@@ -144,17 +180,21 @@ class Looks:
         if ids[-1] in tokenizer.stop_ids:
             yield {"end": "stop"}
             return
-        kept, hidden = yield from self._feed(ids, off)
+        put = (yield from self._from_other(off, **patch)) if patch else None
+        kept, hidden = yield from self._feed(ids, off, put=put)
         stream = ThoughtStream(tokenizer, job.thoughts)
         for id in answer:
             stream.feed(id)
         common = tokenizer.stop_ids, self.n_vocab, constraint, None, partial(locate, model)
         chooser = Chooser(ids, params, kept.cache.device, *common, start)
-        logits = model.output(hidden)[0].float()  # (V,)
         for step in range(room):
-            with model.runner.threads(1), self._switched(off), self._checked():
+            with model.runner.threads(1), self._switched(off, put=put), self._checked():
                 if step > 0:
-                    logits = next_logits(model, chooser.text, kept.cache)  # (V,)
+                    if model.rope.restarts(kept.cache.length):
+                        kept.cache.trim(0)
+                    *_, states = prefill_chunks(model, chooser.text[kept.cache.length :], kept.cache)  # (1, T, C)
+                    hidden = states[:, -1]  # (1, C)
+                logits = float32_logits(model, hidden)[0]  # (V,)
                 report = chooser.stages(logits)
                 if forced := step < len(own):
                     chooser.check(float(extreme(logits)))
@@ -167,6 +207,18 @@ class Looks:
                 yield {"end": "stop"}
                 return
         yield {"end": "context" if len(chooser.text) >= self.longest else "length"}
+
+    def _from_other(
+        self, off: Heads, other: list[int], layer: int, position: int
+    ) -> Generator[dict[str, Any], None, Put]:
+        """The change that puts the residual stream of another text, before a layer at a token, into this text."""
+        kept, _ = yield from self._feed(other[: position + 1], off, last=1)
+        name, last = f"resid_pre.{layer}", torch.tensor([[other[position]]], device=kept.cache.device)  # (1, 1)
+        with torch.inference_mode(), self._switched(off), activations(self.model, name) as seen:
+            self.model.hidden(last, cache=kept.cache)
+        kept.cache.trim(position)
+        row = seen[name][0, 0]  # (C,)
+        return {name: lambda h, at: torch.where((at.positions == position)[..., None], row, h)}  # (1, T, C)
 
     def _drawn(self, id: int, report: dict[str, Tensor], top: int, greedy: bool) -> dict[str, Any]:
         """A drawn token and its most probable alternatives.
@@ -199,15 +251,15 @@ class Looks:
                 one; head: the one shown in detail (default: the best); key: one of its keys
         """
         token, against, head, key = (chosen.get(name) for name in ("token", "against", "head", "key"))
-        model = self.model
-        kept, _ = yield from self._feed(ids, off, last=1)
+        model = self.exact
+        kept, _ = yield from self._feed(ids, off, last=1, model=model)
         last = torch.tensor([ids[-1:]], device=kept.cache.device)  # (1, 1)
-        with self._switched(off), trace.recording(model) as seen:
-            logits = model(last, cache=kept.cache)[0, -1, : self.n_vocab]  # (V,)
+        with self._switched(off, model), trace.recording(model) as seen:
+            logits = float32_logits(model, model.hidden(last, cache=kept.cache)[0, -1])[: self.n_vocab]  # (V,)
         self._check(float(extreme(logits)), ids)
         token = int(logits.argmax()) if token is None else token
         rows = torch.stack([h[-1] for h in seen.hidden])  # (L + 1, C): the embedding, then each layer
-        lens = model.output(model.norm(rows)).float()[:, : self.n_vocab]  # (L + 1, V)
+        lens = float32_logits(model, model.norm(rows))[:, : self.n_vocab]  # (L + 1, V)
         direction = trace.readout(model, seen, token, against)  # (C,)
         values = [layer.floats()[1][0, :, : len(ids)] for layer in kept.cache.layers]  # (KV, S, D) for each layer
         sources = trace.source_effects(model, seen, direction, values)  # (L, H, S)
@@ -236,17 +288,25 @@ class Looks:
         found = {"token": self.token(token), "p": p, "difference": float(difference)}
         found |= {"effects": {name: float(value) for name, value in sums.items()}, "heads": strongest}
         found |= {"layers": mlps.tolist(), "by_token": [_short(x) for x in sources.sum((0, 1)).tolist()]}
-        found |= {"lens": self._lens(lens, token), "head": self._head(layer, number, key, seen, weights, kept)}
+        words = [*dict.fromkeys([*lens[-1].topk(min(SHOWN_WORDS, self.n_vocab)).indices.tolist(), token])]
+        found |= {"words": [self.token(id) for id in words], "lens": self._lens(lens, token, words)}
+        if self.lens is not None:
+            moved = self.lens.logits(model, dict(enumerate(rows[1:])))[:, : self.n_vocab]  # (N, V)
+            layers = [{"layer": layer} for layer in self.lens.matrices]
+            found["jacobian"] = [at | row for at, row in zip(layers, self._lens(moved, token, words), strict=True)]
+        found |= {"head": self._head(layer, number, key, seen, weights, kept)}
         kept.cache.trim(len(ids) - 1)  # the hooks may have changed the rounding of the last key
         yield found
 
-    def _lens(self, logits: Tensor, token: int) -> list[dict[str, Any]]:
-        p = logits.softmax(-1)  # (L + 1, V)
-        best, rank = p.topk(SHOWN_ROWS), 1 + (logits > logits[:, token, None]).sum(-1)
+    def _lens(self, logits: Tensor, token: int, words: list[int]) -> list[dict[str, Any]]:
+        """For each row of a lens (N, V): its best tokens, p and rank of a token, and the ranks of the words."""
+        p = logits.softmax(-1)  # (N, V)
+        best, (rank, *ranks) = p.topk(SHOWN_ROWS), ((logits > logits[:, [id]]).sum(-1) + 1 for id in (token, *words))
         found = []
-        for ids, values, own, place in zip(*best[::-1], p[:, token].tolist(), rank.tolist(), strict=True):
+        for row, (values, ids) in enumerate(zip(*best, strict=True)):
             top = [{**self.token(id), "p": _short(x)} for id, x in zip(ids.tolist(), values.tolist(), strict=True)]
-            found.append({"top": top, "p": _short(own), "rank": place})
+            own = {"p": _short(float(p[row, token])), "rank": int(rank[row])}
+            found.append({"top": top, **own, "ranks": [int(word[row]) for word in ranks]})
         return found
 
     def _head(
@@ -271,40 +331,49 @@ class Looks:
 
     def sources(self, ids: list[int], off: Heads, token: int, against: int) -> Steps:
         """`without`: for each of `ids`, the difference of two logits if the last token reads nothing from it."""
-        kept, _ = yield from self._feed(ids, off, last=1)
-        passes = without_sources(self.model, ids, kept.cache, range(len(ids)), token, against)
+        kept, _ = yield from self._feed(ids, off, last=1, model=self.exact)
+        passes = without_sources(self.exact, ids, kept.cache, range(len(ids)), token, against)
         found: list[float] = []
         while len(found) < len(ids):
-            with self._switched(off):
+            with self._switched(off, self.exact):
                 found += next(passes).tolist()
             yield {"done": len(found), "of": len(ids)}
         yield {"without": [_short(x) for x in found]}
 
     def grid(self, ids: list[int], off: Heads, **options: Any) -> Steps:
         """How far the ablation grid is, then the grid; options as of `ablation_grid`."""
-        steps = ablation_grid(self.model, ids, **options)
+        grid = yield from self._progress(ablation_grid(self.exact, ids, **options), off)
+        yield {name: x.tolist() if isinstance(x, Tensor) else x for name, x in dataclasses.asdict(grid).items()}
+
+    def _progress(self, steps: Generator[tuple[int, int], None, T], off: Heads) -> Generator[dict[str, int], None, T]:
         while True:
             try:
-                with self._switched(off):
+                with self._switched(off, self.exact):
                     done, count = next(steps)
             except StopIteration as end:
-                grid = dataclasses.asdict(end.value)
-                yield {name: x.tolist() if isinstance(x, Tensor) else x for name, x in grid.items()}
-                return
+                found: T = end.value
+                return found
             yield {"done": done, "of": count}
+
+    def patching(self, ids: list[int], other: list[int], off: Heads, answers: tuple[int | None, int | None]) -> Steps:
+        """How far the patching grid is, then the grid, with tokens in place of ids; answers: of `other`, of `ids`."""
+        grid = yield from self._progress(patching_steps(self.exact, other, ids, answers), off)
+        words = {name: [*map(self.token, getattr(grid, name))] for name in ("source", "target", "answers")}
+        yield {**words, "differences": grid.differences, "layers": grid.layers, "restored": grid.restored.tolist()}
 
     @torch.inference_mode()
     def page(self, ids: list[int]) -> Steps:
         """A function that returns the page of `clearllama trace` on a text. It needs no hooks, only seconds."""
-        with trace.recording(self.model) as seen:
-            logits = self.model(torch.tensor([ids], device=self.model.norm.weight.device))[0]  # (T, V)
+        with trace.recording(self.exact) as seen:
+            logits = self.exact(torch.tensor([ids], device=self.exact.norm.weight.device))[0]  # (T, V)
         self._check(float(extreme(logits[-1])), ids)
         yield partial(self._render, ids, seen, logits)
 
     def _render(self, ids: list[int], seen: trace.Recording, logits: Tensor) -> str:
-        traced, meta = trace.evaluate(self.model, ids, seen, logits), self.meta()
-        about = {name: meta[name] for name in ("n_layers", "n_heads", "n_kv_heads", "head_dim", "dtype")}
-        about |= {"model": self.name, "prompt": self.llm.tokenizer.decode(ids)}
+        traced, meta = trace.evaluate(self.exact, ids, seen, logits), self.meta()
+        about = {name: meta[name] for name in ("n_layers", "n_heads", "n_kv_heads", "head_dim")}
+        about |= {"dtype": dtype_name(self.exact.norm.weight.dtype), "model": self.name}
+        about |= {"prompt": self.llm.tokenizer.decode(ids)}
         return trace_page.render(trace.facts(traced, self.llm.tokenizer, about), trace.packed_maps(traced.weights))
 
     @torch.inference_mode()
@@ -316,8 +385,8 @@ class Looks:
             most = f"at most {LARGEST_FILE >> 20} MiB are sent"
             raise UsageError(f"the activations of {T} tokens have {size >> 20:,} MiB; {most}: send fewer tokens")
         names = {f"{own}.{i}": f"blocks.{i}.{hook}" for i in range(c.n_layers) for own, hook in HOOKS.items()}
-        with activations(self.model, names := {"embed": "hook_embed", **names}) as seen:
-            logits = self.model(torch.tensor([ids], device=self.model.norm.weight.device))  # (1, T, V)
+        with activations(self.exact, names := {"embed": "hook_embed", **names}) as seen:
+            logits = self.exact(torch.tensor([ids], device=self.model.norm.weight.device))  # (1, T, V)
         self._check(float(extreme(logits[0, -1])), ids)
         found = {hook: interleaved_to_half(seen[own]) if "rot_" in own else seen[own] for own, hook in names.items()}
         yield partial(_npz, {"tokens": torch.tensor([ids]), **{hook: x.float() for hook, x in found.items()}})

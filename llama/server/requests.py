@@ -56,11 +56,13 @@ PART = {"type": Required("text"), "text": Required(str)}
 TEXT_FIELDS = {"prompt": object, "echo": bool, "suffix": str, "logprobs": TOP, "best_of": (1, 1), **SHARED}
 ANSWER_FIELDS = {"prompt": object, "ids": list, "answer": list, "own": str, "off": list, "top": TOP}
 ANSWER_FIELDS |= CHAT | GENERATION
+ANSWER_FIELDS |= {"patch": {"other": Required(list), "layer": Required(int), "position": Required(int)}}
 INSIDE_FIELDS = {"model": object, "ids": list, "head": list, "off": list}
 INSIDE_FIELDS |= dict.fromkeys(("token", "against", "key"), int)
 SOURCES_FIELDS: dict[str, Any] = {"model": object, "ids": list, "off": list}
 SOURCES_FIELDS |= {"token": Required(int), "against": Required(int)}
 GRID_FIELDS = SOURCES_FIELDS | {"mean": bool, "position": int}
+PATCH_FIELDS = {"model": object, "ids": list, "other": list, "off": list, "token": int, "against": int}
 ADDED, INNER = ("annotations", "index", "parsed", "parsed_arguments"), ("tool_calls", "function")
 UNUSED = ("user", "safety_identifier", "store", "metadata", "service_tier", "verbosity", "reasoning_effort")
 
@@ -168,7 +170,16 @@ def parse_answer(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, A
     options["thoughts"] = Thoughts() if "prompt" in body else llm.thoughts(ids)
     (job,) = llm.prepare(ids, options)
     found = {"job": job, "answer": answer, "own": own, "off": _heads("off", body, llm)}
+    if "patch" in body:
+        found["patch"] = _patch(body["patch"], len(ids) + len(answer), llm)
     return found | {"top": body.get("top", SHOWN_TOP)}
+
+
+def _patch(patch: Mapping[str, Any], length: int, llm: Llama) -> dict[str, Any]:
+    if len(other := _ids("other", patch["other"], llm)) > length:
+        raise UsageError(f"the text of a patch has at most as many tokens as the other, got {len(other)} and {length}")
+    ends = {"layer": llm.model.config.n_layers - 1, "position": len(other) - 1}
+    return {"other": other, **{name: checks.integer(name, patch[name], 0, end) for name, end in ends.items()}}
 
 
 def parse_inspection(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, Any]:
@@ -185,6 +196,15 @@ def parse_grid(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, Any
     body = _fields(body, GRID_FIELDS, model)
     ids, chosen = _inside(body, LONGEST_GRID, llm)
     return {"ids": ids, "off": _heads("off", body, llm), "mean": body.get("mean", False), **chosen}
+
+
+def parse_patching(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, Any]:
+    """The arguments of `Looks.patching` from a body of /look/patch. Raises UsageError."""
+    body = _fields(body, PATCH_FIELDS, model)
+    ids, chosen = _inside(body, LONGEST_GRID, llm)
+    other = _check_look(_ids("other", body.get("other"), llm), LONGEST_GRID)
+    answers = chosen.get("against"), chosen.get("token")
+    return {"ids": ids, "other": other, "off": _heads("off", body, llm), "answers": answers}
 
 
 def parse_sources(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, Any]:

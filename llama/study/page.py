@@ -1,8 +1,8 @@
 """The page about RoPE: one HTML file with controls and five pictures, which needs no network and no installation.
 
-Its parts are in page/: rope.js computes the numbers, view.js draws, page.css, page.html; shared.js and shared.css are
-those of the page of a trace. The file also contains the library's results at some settings. When the page opens, it
-compares its own numbers with them.
+Its parts are in page/: rope.js computes the numbers, view.js draws, page.css, page.html. It draws with the files that
+the page of a trace also uses, and has a content security policy as that page. The file also contains the library's
+results at some settings. When the page opens, it compares its own numbers with them.
 """
 
 from __future__ import annotations
@@ -37,14 +37,11 @@ WIDEST = 256  # entries of the page's fixed query and key; a smaller head uses t
 def html() -> str:
     """The page as text. The same version of the library produces the same text."""
     data = json.dumps({"reference": reference(), **vectors()}, separators=(",", ":"), allow_nan=False)
-    parts = {
-        "page.css": trace_page.read("shared.css") + part("page.css"),
-        "rope.js": part("rope.js"),
-        "view.js": trace_page.read("shared.js") + part("view.js"),
-        "data": data.replace("<", "\\u003c"),  # so that no text can close the script element
-        "version": __version__,
-    }
-    return re.sub(r"\{\{([\w.]+)\}\}", lambda match: parts[match[1]], part("page.html"))
+    shared = {kind: trace_page.read(f"shared.{kind}") + trace_page.read(f"tokens.{kind}") for kind in ("css", "js")}
+    parts = {"page.css": shared["css"] + part("page.css"), "page.js": part("rope.js") + shared["js"] + part("view.js")}
+    parts |= {f"hash of {name}": trace_page.hashed(text) for name, text in parts.items()}
+    parts |= {"data": data.replace("<", "\\u003c"), "version": __version__}  # no text can close the script element
+    return re.sub(r"\{\{(.+?)\}\}", lambda match: parts[match[1]], part("page.html"))
 
 
 def part(name: str) -> str:
@@ -63,21 +60,14 @@ def scaling_of(method: str, stretch: float, trained: int) -> dict[str, Any] | No
 def reference() -> list[dict[str, Any]]:
     """The library's results for every method at CHECKED, one row per setting; invFreq (D/2) has float32 precision."""
     rows = []
-    for dim, theta, trained, stretch in CHECKED:
+    for dim, base, trained, stretch in CHECKED:
+        length = round(trained * stretch)
+        setting = {"dim": dim, "base": base, "trained": trained, "stretch": stretch, "length": length}
         for method in METHODS:
-            scaling, seq_len = scaling_of(method, stretch, trained), round(trained * stretch)
-            inv_freq, factor = inverse_frequencies(dim, theta, scaling, seq_len=seq_len, max_seq_len=trained)
-            rows.append(
-                {
-                    "dim": dim,
-                    "theta": theta,
-                    "scaling": scaling,
-                    "seqLen": seq_len,
-                    "maxSeqLen": trained,
-                    "factor": factor,
-                    "invFreq": [float(str(w)) for w in inv_freq.numpy()],  # the shortest digits that identify a float32
-                }
-            )
+            scaling = scaling_of(method, stretch, trained)
+            inv_freq, factor = inverse_frequencies(dim, base, scaling, seq_len=length, max_seq_len=trained)
+            shortest = [float(str(w)) for w in inv_freq.numpy()]  # the shortest digits that identify a float32
+            rows.append(setting | {"method": method, "factor": factor, "invFreq": shortest})
     return rows
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,16 +16,20 @@ import pytest
 import requests
 import torch
 
+from llama import loader
 from llama.generate import generate
 from llama.generation import batch
 from llama.generation.batch import Batch
 from llama.generation.structured import compile_grammar
-from llama.inside.hooks import Place, activations, patch
+from llama.inside.hooks import Function, Place, activations, patch
 from llama.inside.intervene import ablated
-from llama.sampling import SamplingParams
+from llama.inside.jacobian import JacobianLens
+from llama.inside.patching import patching_grid
+from llama.sampling import SamplingParams, choose, random_generator
 from llama.server.app import PAGE
 from llama.server.engine import Look
 from llama.server.look import Looks
+from llama.system.memory import Room
 from llama.text import Llama
 from tests.server.serving import Running, running
 
@@ -235,6 +240,142 @@ def test_an_answer_with_a_head_off_is_that_of_the_ablated_model(server: Running,
     assert answer(server, messages=MESSAGES, seed=5, max_tokens=20, temperature=1.0) == plain
 
 
+# ---------------------------------------------------------------------------------------------------------- two prompts
+def other_ids(llm: Llama) -> list[int]:
+    """MESSAGES with another word in the place of one token."""
+    ids = llm.encode_chat(MESSAGES)
+    return [*ids[:-9], ids[-9] ^ 3, *ids[-8:]]
+
+
+def putting(row: torch.Tensor, t: int) -> Function:
+    """Replace the vector of the token at position t, if it is among the new ones."""
+
+    def put(h: torch.Tensor, at: Place) -> torch.Tensor:
+        for i, position in enumerate([] if at.positions is None else at.positions.tolist()):
+            if position == t:
+                h[:, i] = row
+        return h
+
+    return put
+
+
+def test_the_patching_grid_is_that_of_the_library(server: Running, tiny_llm: Llama) -> None:
+    ids, other = tiny_llm.encode_chat(MESSAGES), other_ids(tiny_llm)
+    token, against = np.argsort(-next_logits(tiny_llm, ids))[[0, 2]].tolist()
+    response = post(server, "/look/patch", ids=ids, other=other, token=token, against=against)
+    *progress, found = [json.loads(line[6:]) for line in response.text.split("\n\n") if line]
+    assert progress == [{"done": i + 1, "of": len(progress)} for i in range(len(progress))]
+    assert [ids_of(found[name]) for name in ("source", "target", "answers")] == [other, ids, [against, token]]
+    target, source = (next_logits(tiny_llm, one)[against] - next_logits(tiny_llm, one)[token] for one in (ids, other))
+    assert found["differences"] == pytest.approx([source, target], abs=1e-4)
+    restored = np.array(found["restored"])
+    assert restored.shape == (2, len(ids))
+    with activations(tiny_llm, "resid_pre.*") as seen:
+        tiny_llm.model(torch.tensor([other]))
+    for layer, t in ((0, len(ids) - 9), (1, len(ids) - 1), (1, len(ids) - 6), (1, 3)):
+        with patch(tiny_llm, {f"resid_pre.{layer}": putting(seen[f"resid_pre.{layer}"][0, t], t)}):
+            logits = next_logits(tiny_llm, ids)
+        expected = (logits[against] - logits[token] - target) / (source - target)
+        assert restored[layer, t] == pytest.approx(expected, abs=1e-3)
+    most = next_logits(tiny_llm, ids).argmax()
+    other = next(one for c in range(20, 60) if next_logits(tiny_llm, one := [*ids[:-1], c]).argmax() != most)
+    *progress, last = post(server, "/look/patch", ids=ids, other=other).text.split("data: ")
+    assert len(progress) == 1 + 2 + 1  # a blank, and the layers from the patched one on: 2, then 1
+    grid = patching_grid(tiny_llm, other, ids)
+    assert json.loads(last)["restored"] == [pytest.approx(row, abs=1e-6) for row in grid.restored.tolist()]
+
+
+@pytest.mark.parametrize("off", [[], [[1, 2]]])
+def test_a_patched_answer_is_that_of_the_patched_model(server: Running, tiny_llm: Llama, off: list[Any]) -> None:
+    ids, other, t = tiny_llm.encode_chat(MESSAGES), other_ids(tiny_llm), len(tiny_llm.encode_chat(MESSAGES)) - 1
+    body: dict[str, Any] = {"messages": MESSAGES, "off": off, "seed": 5, "max_tokens": 20, "temperature": 1.0}
+    plain = answer(server, **body)
+    _, tokens, _ = answer(server, **body, patch={"other": other, "layer": 1, "position": t})
+    heads = [tuple(head) for head in off]
+    with ablated(tiny_llm.model, heads), activations(tiny_llm, "resid_pre.1") as seen:
+        tiny_llm.model(torch.tensor([other]))
+
+    params = SamplingParams(max_new_tokens=20, temperature=1.0, seed=5)
+    stops, n_vocab = tiny_llm.tokenizer.stop_ids, tiny_llm.tokenizer.n_vocab
+    with ablated(tiny_llm.model, heads), patch(tiny_llm, {"resid_pre.1": putting(seen["resid_pre.1"][0, t], t)}):
+        expected = [*generate(tiny_llm.model, ids, params, stop_ids=stops, n_vocab=n_vocab)]
+        p = softmax(next_logits(tiny_llm, ids))
+    assert ids_of(tokens) == [token.id for token in expected]
+    assert tokens[0]["p"] == pytest.approx(p[tokens[0]["id"]], abs=1e-5)
+    assert tokens[0]["top"] != plain[1][0]["top"]
+    _, again, _ = answer(server, **body)
+    assert ids_of(again) == ids_of(plain[1])
+    assert [one["p"] for one in again] == pytest.approx([one["p"] for one in plain[1]], abs=1e-5)
+
+
+# ----------------------------------------------------------------------------------------------------------- precision
+@pytest.fixture(scope="module")
+def half_llm(tiny_gguf: Path) -> Llama:
+    return loader.load(tiny_gguf, dtype="bfloat16", device="cpu")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_model_in_bfloat16_draws_from_logits_in_float32(half_llm: Llama, temperature: float) -> None:
+    """Its own logits have ties. Those here are a product in float64 of the same states with the same weights."""
+    model, n_vocab = half_llm.model, half_llm.tokenizer.n_vocab
+    (job,) = half_llm.prepare(
+        half_llm.encode_chat(MESSAGES), {"temperature": temperature, "seed": 4, "max_new_tokens": 12}
+    )
+    events = [event for event in Looks(half_llm, "tiny").answer(job, [], (), 20) if "top" in event]
+    cache, new, ties = model.new_cache(256), job.ids, 0
+    random = random_generator(job.params, torch.device("cpu"))
+    weight = model.output.weight.double().numpy()
+    for event in events:
+        h = model.hidden(torch.tensor([new]), cache=cache)[0, -1]  # (C,)
+        logits = (weight @ h.double().numpy())[:n_vocab]
+        p = softmax(logits)
+        assert [one["p"] for one in event["top"]] == pytest.approx([p[one["id"]] for one in event["top"]], abs=1e-6)
+        assert len({one["p"] for one in event["top"]}) == len(event["top"])
+        rounded = model.output(h)[[one["id"] for one in event["top"]]].tolist()
+        ties += len(rounded) - len({*rounded})
+        drawn, _ = choose(torch.tensor(logits).float(), job.params, [random], None, None)
+        assert event["id"] == int(drawn)
+        new = [event["id"]]
+    assert ties > 0
+
+
+def test_looks_inside_are_in_float32(half_llm: Llama, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, llm = half_llm.encode_chat(MESSAGES), loader.load(tiny_gguf, dtype="bfloat16", fast=False, device="cpu")
+    llm.model.float()
+    logits = next_logits(llm, ids)
+    token, against = np.argsort(-logits)[[0, 3]].tolist()
+    chosen = {"token": token, "against": against}
+    looks = Looks(half_llm, "tiny")
+    *_, found = looks.inside(ids, (), chosen)
+    *_, grid = looks.grid(ids, (), **chosen)
+    for one in (found, grid):
+        assert one["difference"] == pytest.approx(logits[token] - logits[against], abs=1e-4)
+    assert found["p"] == pytest.approx(softmax(logits)[token], abs=1e-5)
+    assert sum(found["effects"].values()) == pytest.approx(found["difference"], abs=1e-3)
+    assert (looks.meta()["exact"], looks.meta()["rounding"]) == (True, 0.06)
+    with monkeypatch.context() as full:
+        full.setattr("llama.inside.exact.free_memory", lambda device: Room(6 * llm.model.config.n_params, "are free"))
+        looks = Looks(half_llm, "tiny")
+    *_, rough = looks.inside(ids, (), chosen)
+    assert not looks.meta()["exact"]
+    assert rough["difference"] != found["difference"]
+    assert Looks(llm, "tiny").meta()["rounding"] == 0
+
+
+@pytest.mark.slow
+def test_looks_into_the_default_model_are_in_float32(default_gguf: Path, default_llm: Llama) -> None:
+    """Its packed weights round their inputs; the other model has the same weights, dequantized."""
+    llm = loader.load(default_gguf, device="cpu")
+    ids = llm.encode_chat([{"role": "user", "content": "What is the capital of Japan?"}])
+    logits = next_logits(default_llm, ids)
+    token, against = np.argsort(-logits)[[0, 1]].tolist()
+    looks = Looks(llm, "default")
+    *_, found = looks.inside(ids, (), {"token": token, "against": against})
+    assert found["p"] == pytest.approx(softmax(logits)[token], abs=5e-5)
+    assert found["difference"] == pytest.approx(logits[token] - logits[against], abs=5e-4)
+    assert abs(softmax(next_logits(llm, ids))[token] - found["p"]) < looks.meta()["rounding"]
+
+
 # ----------------------------------------------------------------------------------------------------------- the inside
 def test_lens_and_effects_add_up_to_the_models_own_logits(server: Running, tiny_llm: Llama) -> None:
     ids = tiny_llm.encode_chat(MESSAGES)
@@ -257,6 +398,30 @@ def test_lens_and_effects_add_up_to_the_models_own_logits(server: Running, tiny_
     off = post(server, "/look/inside", ids=ids, token=token, off=[found["heads"][0]["head"]]).json()
     with ablated(tiny_llm.model, [tuple(found["heads"][0]["head"])]):
         assert off["p"] == pytest.approx(softmax(next_logits(tiny_llm, ids))[token], abs=1e-5)
+
+
+def test_both_lenses_are_the_readouts_of_the_layers(tiny_llm: Llama) -> None:
+    model, ids, n_vocab = tiny_llm.model, tiny_llm.encode_chat(MESSAGES), tiny_llm.tokenizer.n_vocab
+    J = torch.randn(64, 64, generator=torch.Generator().manual_seed(6))
+    looks = Looks(tiny_llm, "tiny", JacobianLens({0: J}, 3))
+    token = int(np.argsort(-next_logits(tiny_llm, ids))[40])
+    *_, found = looks.inside(ids, (), {"token": token})
+    assert (looks.meta()["lens"], looks.meta()["tied"]) == (3, False)
+    with activations(model, "resid_post.0") as seen:
+        model(torch.tensor([ids]))
+    h = seen["resid_post.0"][0, -1].double()
+    words = [*np.argsort(-next_logits(tiny_llm, ids))[:5], token]
+    assert [word["id"] for word in found["words"]] == words
+    assert [one["layer"] for one in found["jacobian"]] == [0]
+    for moved, row in ((h, found["lens"][1]), (J.double() @ h, found["jacobian"][0])):
+        moved = moved / (moved.square().mean() + model.norm.eps).sqrt() * model.norm.weight
+        logits = (model.output.weight.double() @ moved)[:n_vocab].detach().numpy()
+        p, order = softmax(logits), np.argsort(-logits)
+        assert [one["id"] for one in row["top"]] == order[:3].tolist()
+        assert [one["p"] for one in row["top"]] == pytest.approx(p[order[:3]].tolist(), abs=1e-5)
+        assert row["p"] == pytest.approx(p[token], abs=1e-5)
+        assert row["rank"] == row["ranks"][-1] == 1 + order.tolist().index(token)
+        assert row["ranks"] == [1 + order.tolist().index(word) for word in words]
 
 
 @pytest.mark.parametrize("off", [[], [[0, 1], [1, 4]]])  # 4 is the MLP layer
@@ -422,6 +587,7 @@ def check_other_clients(server: Running, llm: Llama, at_once: int = 4) -> None:
             thread.join()
     threads = clients(together)
     answer(server, ids=ids, off=[[0, 0], [1, 1]], seed=1, max_tokens=20)
+    answer(server, ids=ids, patch={"other": ids[::-1], "layer": 1, "position": 3}, seed=1, max_tokens=20)
     looks = [post(server, "/look/inside", ids=ids[: 2 + i % len(ids)], off=[[0, 0]] * (i % 2)) for i in range(20)]
     for thread in threads:
         thread.join()
@@ -508,6 +674,12 @@ def test_other_clients_of_the_default_model_notice_nothing(default_llm: Llama) -
         ("answer", {"ids": [5], "messages": MESSAGES}, "one of messages, prompt and ids"),
         ("answer", {"ids": [5], "stop": "a"}, "unknown key 'stop'"),
         ("answer", {"ids": [5], "own": 7}, "own must be"),
+        ("answer", {"ids": [5], "patch": {"other": [5, 6], "layer": 0, "position": 0}}, "got 2 and 1"),
+        ("answer", {"ids": [5], "patch": {"other": [6], "layer": 2, "position": 0}}, "layer must be"),
+        ("answer", {"ids": [5], "patch": {"other": [6], "layer": 0, "position": 1}}, "position must be"),
+        ("patch", {"ids": [5], "other": [5, 6]}, "expected equally many tokens, got 2 and 1"),
+        ("patch", {"ids": [5], "other": [999]}, "a token id of other must be"),
+        ("patch", {"ids": [5], "other": [5], "token": 1, "against": 2}, "nothing can move it"),
         ("answer", {"ids": [5], "own": "z9" * 150}, "its inside can be shown for at most 255"),
         ("answer", {"ids": [5], "prompt": ["a"]}, "prompt must be"),
         ("page", {"ids": [5, 999]}, "a token id of ids must be"),

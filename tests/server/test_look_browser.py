@@ -30,8 +30,9 @@ from playwright.sync_api import Browser, Page
 
 from llama import loader
 from llama.generate import generate
-from llama.inside.hooks import Place, patch
+from llama.inside.hooks import Place, activations, patch
 from llama.inside.intervene import ablated
+from llama.inside.patching import patching_grid
 from llama.sampling import SamplingParams
 from llama.server.look import Looks
 from llama.text import Llama
@@ -538,7 +539,7 @@ def test_the_inside_that_is_shown_adds_up(show: Open, tiny_llm: Llama) -> None:
     assert sum(words) == pytest.approx(parts[0], abs=0.0051 * len(words))
     tab.click("#tabs [data-tab=lens]")
     last = tab.locator("#layers p").last
-    assert last.locator("b").first.inner_text() == "1"
+    assert last.locator("> span").first.inner_text() == "1"
     assert last.locator(".guess").first.inner_text().endswith(share(float(logits.softmax(-1).max())))
     tab.click("#tabs [data-tab=why]")
     for key in (0, 5, len(text) - 1):
@@ -1461,3 +1462,61 @@ def test_the_first_minute_on_the_default_model(show: Open, default_llm: Llama) -
         tab.keyboard.press("o")  # Tokyo stays without head 23.4
         settle(tab)
         assert "the same as answer 1/3" in tab.inner_text("#status")
+
+
+@SLOW
+def test_a_vector_of_another_question_turns_the_answer(show: Open, tiny_llm: Llama) -> None:
+    """Every cell of the grid is that of the library, and the answer that of the patched model."""
+
+    def ids(question: str) -> list[int]:
+        return tiny_llm.encode_chat([{"role": "user", "content": question}])
+
+    tab = show()
+    turn = ask(tab, "What is a llama?", temperature=0, max_tokens=8)
+    prompt = ids_of(turn["prompt"])
+    word = turn["tokens"][0]["id"]
+    for other in (f"What is a {c}lama?" for c in "abcdefghijk"):
+        same = len(ids(other)) == len(prompt)
+        if same and int(tiny_llm.model(torch.tensor([ids(other)]))[0, -1].argmax()) != word:
+            break
+    grid = patching_grid(tiny_llm, ids(other), prompt)
+    open_token(tab, turn, 0)
+
+    def compare(question: str) -> None:
+        tab.click("[data-compare]")
+        tab.fill("#other-question", question)
+        tab.click("[data-patch]")
+
+    compare(other)
+    until(tab, "comparing.found")
+    labels = tab.eval_on_selector_all("#patches button", "(all) => all.map((one) => one.getAttribute('aria-label'))")
+    shown = [int(label.rpartition(": ")[2].removesuffix(" %").replace("−", "-")) for label in labels]
+    start = next(t for t, (a, b) in enumerate(zip(prompt, grid.source, strict=True)) if a != b)
+    assert shown == pytest.approx((100 * grid.restored.T[start:].flatten()).tolist(), abs=0.51)
+    check_looks(tab, "the grid")
+    position = int(grid.restored[1].argmax())
+    tab.click(f"[data-cell='1-{position}']")
+    assert f"{position}" in tab.inner_text("#patched")
+    body = body_of(tab, lambda: tab.click("#patched button"))
+    assert body["patch"] == {"other": ids(other), "layer": 1, "position": position}
+    patched = settle(tab)
+    with activations(tiny_llm, "resid_pre.1") as seen:
+        tiny_llm.model(torch.tensor([ids(other)]))
+    row = seen["resid_pre.1"][0, position]
+
+    def put(h: torch.Tensor, at: Place) -> torch.Tensor:
+        assert at.positions is not None
+        h[:, at.positions == position] = row
+        return h
+
+    with patch(tiny_llm, {"resid_pre.1": put}):
+        stops, n_vocab = tiny_llm.tokenizer.stop_ids, tiny_llm.tokenizer.n_vocab
+        params = SamplingParams(max_new_tokens=8, temperature=0)
+        expected = generate(tiny_llm.model, prompt, params, stop_ids=stops, n_vocab=n_vocab)
+        assert ids_of(patched["tokens"]) == [token.id for token in expected]
+    assert f"with layer 1, token {position} of the other question “{other}”" in tab.inner_text(".foot")
+    tab.evaluate("step(path().at(-1), -1)")
+    open_token(tab, turn, 0)
+    compare("What is a llama then?")
+    until(tab, "id('compare-status').textContent.includes('token by token')")
+    assert str(len(ids("What is a llama then?"))) in tab.inner_text("#compare-status")

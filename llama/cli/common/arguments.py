@@ -62,6 +62,11 @@ PROMPT = [
     ("-p --prompt PROMPT", str, "the prompt, as an option instead of an argument", RARE),
     ("-f --file FILE", str, "add a file's text; '-' is standard input; may be repeated (docs/guides/prompts.md)", MANY),
 ]
+LENS = (
+    "--lens FILE",
+    str,
+    "a Jacobian lens, made by trace --fit-lens or published: a path, or ORG/NAME/FILE on the Hugging Face hub",
+)
 CHAT = [
     Group("chat format", rare=True),
     (

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ...generation.speculative import Draft
+    from ...inside.jacobian import JacobianLens
     from ...inside.steering import ControlVector
     from ...loader import LoadOptions, Plan
     from ...model import Transformer
@@ -186,6 +187,21 @@ def model_name(path_or_name: str) -> str:
     """A short name of a model: the last part of its path, or the name that was given."""
     path = Path(path_or_name)
     return path.resolve().name if path.exists() else path_or_name
+
+
+def read_lens(args: argparse.Namespace, model: Transformer) -> JacobianLens | None:
+    """The Jacobian lens of --lens; without it, that of the default model, if the model is this one, unchanged."""
+    from ...hub.models import FILE, SIZE, resolve
+    from ...hub.repository import pull_file
+    from ...inside.jacobian import JacobianLens
+
+    if args.lens is not None:
+        local = Path(args.lens).exists() or args.lens.count("/") < 2 or args.lens[0] in "./~"
+        return JacobianLens.read(args.lens if local else pull_file(args.lens), model)
+    path = resolve(args.model, fetch=False)
+    changed = args.adapter or args.rope_scaling or args.rope_theta
+    same = not changed and path.is_file() and (path.name, path.stat().st_size) == (FILE, SIZE)
+    return JacobianLens.unpack() if same else None
 
 
 def load_draft(args: argparse.Namespace, llm: Llama) -> Draft | None:

@@ -1,6 +1,6 @@
 """The page of a trace: one HTML file with the files of this folder and the data.
 
-The server's page also uses shared.css, shared.js, tokens.css and tokens.js, and the RoPE page the first two.
+The server's page and the RoPE page also use shared.css, shared.js, tokens.css and tokens.js.
 
 The page uses no network. Its content security policy allows one script and one style, by their hashes, so that no
 traced text can run as code. The data (JSON and attention maps) is deflated and written as base64.

@@ -1,13 +1,13 @@
-/* Numbers and ticks of both pages: the page about RoPE, and the page of a trace. */
+/* Numbers and ticks of all pages. */
 "use strict";
 
 /** A number with `digits` significant digits, as people write it. */
 function figures(x, digits = 3) {
   if (x === 0) return "0";
   const size = Math.abs(x);
-  if (size >= Math.min(1000, 10 ** digits) && size < 1e7) return Math.round(x).toLocaleString("en-US");
+  if (size >= Math.min(1000, 10 ** digits) && size < 1e7) return Math.round(x).toLocaleString("en-US").replace("-", "−");
   const short = size < 1e-4 || size >= 1e7 ? x.toExponential(digits - 1) : String(Number(x.toPrecision(digits)));
-  return short.replace("e-", "e−");
+  return short.replaceAll("-", "−");
 }
 
 /** An angle in degrees, from radians. */

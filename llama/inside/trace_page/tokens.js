@@ -1,4 +1,4 @@
-/* What the page of a trace and the page of the server draw with: numbers, tokens, elements, shades and charts. */
+/* What the pages of a trace, of the server and about RoPE draw with: numbers, tokens, elements, shades and charts. */
 "use strict";
 
 /** Format a probability or weight. */
@@ -33,9 +33,9 @@ function visible(text) {
   return parts(text).map(([part]) => part).join("");
 }
 
-/** A number with two decimals. */
-function fixed(x, plus = "") {
-  return (x < 0 ? "−" : plus) + Math.abs(x).toFixed(2);
+/** A number with two decimals, or another number of them. */
+function fixed(x, plus = "", digits = 2) {
+  return (x < 0 ? "−" : plus) + Math.abs(x).toFixed(digits);
 }
 const signed = (x) => fixed(x, "+");
 
@@ -111,18 +111,19 @@ function readable(colour) {
   return light / 0.05 > 1.05 / light ? "#000000" : "#ffffff";
 }
 
-/** An empty chart with its axes: the svg, y of a value, and the box of the plot. */
-function chart(name, { height, yMin = 0, yMax, yTicks, yLabel, xLabel, left = 52, right = 10, top = 20, bottom = 34 }) {
+/** An empty chart with its axes: the svg, y of a value, and the box of the plot. scale: Math.log for a logarithmic axis. */
+function chart(name, { height, yMin = 0, yMax, yTicks, yName = figures, yLabel, xLabel, scale = (value) => value,
+  left = 52, right = 10, top = 20, bottom = 34 }) {
   const width = id(name).clientWidth;
   const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `${yLabel}; ${xLabel}` });
-  const y = (value) => height - bottom - ((value - yMin) / (yMax - yMin)) * (height - top - bottom);
+  const y = (value) => height - bottom - ((scale(value) - scale(yMin)) / (scale(yMax) - scale(yMin))) * (height - top - bottom);
   for (const tick of yTicks) {
     svg.append(make("line", { class: "axis", x1: left, x2: width - right, y1: y(tick), y2: y(tick) }),
-      make("text", { x: left - 6, y: y(tick) + 4, "text-anchor": "end" }, figures(tick)));
+      make("text", { x: left - 6, y: y(tick) + 4, "text-anchor": "end" }, yName(tick)));
   }
   svg.append(make("text", { x: 0, y: 11 }, yLabel),
     make("text", { x: width - right, y: height - 2, "text-anchor": "end" }, xLabel));
-  return { svg, y, left, width: width - left - right, bottom: height - bottom, height };
+  return { svg, y, left, width: width - left - right, top, bottom: height - bottom, height };
 }
 
 /** Labels below an axis of `count` values, as many as fit. */
@@ -134,19 +135,20 @@ function axisLabels(plot, count, label = (i) => i) {
   }
 }
 
-function bars(plot, values, { cls = "bar", inset = 0.15, marked = -1, tooltip = (i) => figures(values[i]) } = {}) {
+function bars(plot, values, { cls = "bar", inset = 0.15, marked = -1, tooltip = (i) => figures(values[i]),
+  kind = (i) => (i === marked ? "chosen" : values[i] < 0 ? "less" : cls) } = {}) {
   const step = plot.width / values.length;
   values.forEach((value, i) => {
-    const top = plot.y(Math.max(0, value)), kind = i === marked ? "chosen" : value < 0 ? "less" : cls;
-    plot.svg.append(make("rect", { class: kind, x: plot.left + step * (i + inset),
+    const top = plot.y(Math.max(0, value));
+    plot.svg.append(make("rect", { class: kind(i), x: plot.left + step * (i + inset),
       width: Math.max(0.5, step * (1 - 2 * inset)), y: top, height: Math.max(0, plot.y(Math.min(0, value)) - top) },
     make("title", {}, tooltip(i))));
   });
 }
 
 /** A line through the middles of the bars that `bars` draws. */
-function line(plot, values, cls = "line") {
+function line(plot, values, cls = "line", more = {}) {
   const step = plot.width / values.length;
   const points = values.map((value, i) => `${(plot.left + step * (i + 0.5)).toFixed(1)} ${plot.y(value).toFixed(1)}`);
-  if (points.length) plot.svg.append(make("path", { class: cls, d: `M${points.join("L")}` }));
+  if (points.length) plot.svg.append(make("path", { class: cls, d: `M${points.join("L")}`, ...more }));
 }

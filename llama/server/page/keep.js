@@ -70,6 +70,7 @@ const EXPORTS = {
       : { messages: [...messages(last), ...(given ? [{ role: "assistant", content: given }] : [])], response_format };
     const body = JSON.stringify({ ...text, ...sampling, seed: last.seed }, null, 1);
     const notes = [last.off.length && `Not in this request: without ${last.off.map(partName).join(", ")}`,
+      last.patch && "Not in this request: the vector of another question",
       !chat && response_format && "Not in this request: the JSON schema", begun.some((one) => one.thought) && "Not in this request: the given thought",
       (given || (!chat && last.parent)) && "Given and earlier words are text here: their tokens may differ"];
     const secret = sessionStorage.getItem("clearllama-key") ? ' -H "Authorization: Bearer $CLEARLLAMA_API_KEY"' : "";
@@ -128,7 +129,8 @@ function checked(found) {
     && Object.keys(its).every((name) => Object.hasOwn(FIELDS, name) || name === "response_format");
   const turn = (one) => text(one.question, one.system, one.model ?? "", one.error ?? "") && one.prompt.every(spelt) && one.tokens.every(drawn)
     && drawing(one.sampling) && Number.isFinite(one.seed) && [one.given, one.source ?? 0, one.first ?? 0].every((x) => whole(x))
-    && one.off.every(head) && [null, "stop", "error", ...Object.keys(ENDS)].includes(one.end);
+    && one.off.every(head) && text(one.asked ?? "")
+    && (!one.patch || [one.patch.layer, one.patch.position, ...one.patch.other].every((x) => whole(x))) && [null, "stop", "error", ...Object.keys(ENDS)].includes(one.end);
   if (found?.length && found.every(linked) && found.slice(1).every(turn)) return found;
   throw new Error("its turns are incomplete or damaged");
 }

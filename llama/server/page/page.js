@@ -101,9 +101,11 @@ async function* events(response, signal) {
 
 async function connect() {
   card = saved?.card ?? (await delivered((await call("v1/models")).json())).data[0];
-  const { weights, template } = card.meta;
+  const { weights, template, rounding, exact } = card.meta;
+  const how = `Drawn probabilities can be ${rounding} above or below those of float32: the largest difference measured on two small models. `
+    + `What happens inside is computed ${exact ? "in float32" : "with the same rounding"}.`;
   drawSettings();
-  put("about", make("b", {}, card.id), ` · ${weights}`);
+  put("about", make("b", {}, card.id), ` · ${weights}`, rounding ? make("span", { title: how }, ` · p ± ${rounding}`) : "");
   document.title = `${card.id} · clearllama`;
   foreign();
   draw();
@@ -194,9 +196,9 @@ async function ask(question) {
 async function branch(turn, tokens, fields) {
   if (saved) return say("Another answer needs a server: this file works without one.");
   while (running) await stop();
-  const { question, system, prompt, seed, off, sampling } = turn, given = tokens.length;
+  const { question, system, prompt, seed, off, sampling, asked } = turn, given = tokens.length, fits = turn.patch?.other.length <= prompt.length + given;
   if (turn.model !== identity()) return;
-  await run(add(turn.parent, { question, system, prompt, tokens: [...tokens], given, sampling, seed, off, source: turn.n, ...fields }));
+  await run(add(turn.parent, { question, system, prompt, tokens: [...tokens], given, sampling, seed, off, source: turn.n, ...(fits && { patch: turn.patch, asked }), ...fields }));
 }
 const again = (turn) => branch(turn, [], { seed: seed(), sampling: sampling() });
 const switchOff = (one) => branch(openTurn(), [], { off: [...openTurn().off, one], watched: chosen.i });
@@ -236,7 +238,7 @@ function run(turn) {
 async function stream(turn, signal) {
   Object.assign(turn, { model: identity(), end: null, error: "" });
   const text = turn.prompt.length ? { ids: ids(turn.prompt) } : card.meta.template ? { messages: messages(turn) } : continued(turn);
-  const { tokens, own, seed, off } = turn, body = { ...text, ...(tokens.length && { answer: ids(tokens) }), own, ...turn.sampling, seed, off };
+  const { tokens, own, seed, off, patch } = turn, body = { ...text, ...(tokens.length && { answer: ids(tokens) }), own, ...turn.sampling, seed, off, patch };
   try {
     say("The answer begins.");
     const response = await call("look/answer", JSON.stringify(body), signal);
@@ -323,7 +325,8 @@ function effect(turn) {
 
 function describe(turn) {
   const off = turn.off.length && `without ${turn.off.map(partName).join(", ")}${effect(turn)}`;
-  return [off, `seed ${turn.seed}`, `temperature ${turn.sampling.temperature}`, ENDS[turn.end] ?? turn.error].filter(Boolean).join(" · ");
+  const patched = turn.patch && `with layer ${turn.patch.layer}, token ${turn.patch.position} of the other question “${plain(turn.asked)}”${off ? "" : effect(turn)}`;
+  return [off, patched, `seed ${turn.seed}`, `temperature ${turn.sampling.temperature}`, ENDS[turn.end] ?? turn.error].filter(Boolean).join(" · ");
 }
 
 /** The system message of a turn if it is another one than before; else null. */
@@ -393,6 +396,8 @@ const ACTIONS = {
   key: (value) => look({ head: inside.head.head, key: Number(value) }),
   export: exportAs,
   link: copyLink,
+  compare: openCompare,
+  patch: compare,
   open: (value) => id(value).showModal(),
   new: () => replace([{ n: 0, children: [], active: 0 }]),
   close: unselect,

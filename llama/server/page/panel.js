@@ -98,6 +98,7 @@ function look(changes = {}, view = "") {
   request = null;
   const turn = openTurn(), one = turn.tokens[chosen.i];
   if (turn.model !== identity()) return wait("Another model wrote this answer, so its inside can't be computed.");
+  if (turn.patch) return wait("This answer has a vector of another question, and the inside is not computed with it.");
   if (running) return wait("The inside is computed when the answer is complete.");
   chosen.against ??= rival(one)?.id;
   const { against, head, key } = chosen, body = inspection({ against, head, key });
@@ -229,8 +230,9 @@ function drawInside(found) {
   put("this", side() < 0 ? "Why not " : "Why ", named(one), side() < 0 ? ", but " : ", not ");
   put("against", ...rivals(one).map((rival) => make("option", { value: rival.id }, spelled(rival).textContent)));
   id("against").value = chosen.against;
-  const drift = Math.abs(found.p - one.p) > 0.005 ? ` Computed again, the probability of ${named(one).textContent} is ${share(found.p)}; it was drawn with ${share(one.p)}.` : "";
+  const drift = Math.abs(found.p - one.p) > 0.005 ? ` ${card.meta.exact ? "In float32" : "Computed again"}, the probability of ${named(one).textContent} is ${share(found.p)}; it was drawn with ${share(one.p)}, by faster arithmetic.` : "";
   put("sums", named(word), ` is ${fixed(size)} logits ahead of ${than}: the heads add ${added(heads)}, the MLP layers ${added(mlps)}, the embedding ${added(embedding)}.${drift}`);
+  if (!card.meta.exact && size < 1) put("sums", named(word), ` and ${than} are equally probable within the model’s rounding.${drift}`);
   put("terms", "Effects are in logits, for (+) or against (−) ", named(word), `: each logit multiplies its odds over ${than} by 2.7.`);
   put("of", `adds, of ${fixed(size)}`);
   const read = ranked(direct(), sum);
@@ -435,14 +437,6 @@ function drawPairs() {
   put("pairs", plot.svg);
 }
 
-function drawLens() {
-  const one = openTurn().tokens[chosen.i];
-  const cells = (row) => row.top.map((other) => make("span", { class: other.id === one.id ? "guess right" : "guess" }, spelled(other), ` ${share(other.p < 0.0005 ? 0 : other.p)}`));
-  put("layers", make("p", { class: "heading" }, make("b", {}, "layer"), make("span", {}, "most probable"), make("b", {}, "rank of ", named(one))),
-    ...inside.lens.map((row, i) => make("p", { class: row.rank === 1 ? "won" : "" }, make("b", {}, i ? i - 1 : "start"), make("span", {}, ...cells(row)),
-      make("b", {}, thousands(row.rank)))));
-}
-
 function tab(name) {
   id("panel").dataset.tab = name;
   for (const button of id("tabs").children) {
@@ -450,7 +444,7 @@ function tab(name) {
     button.setAttribute("aria-selected", open);
     button.tabIndex = open ? 0 : -1;
   }
-  if (inside) drawPairs(); // a hidden chart has no width
+  if (inside) [drawPairs, drawCurves].forEach((draw) => draw()); // a hidden chart has no width
 }
 
 /** Let arrow keys move among the buttons of an element: to the left and right, and by so many up and down. */
@@ -472,6 +466,7 @@ function startPanel() {
     Object.assign(id(name), { role: "tabpanel" }).setAttribute("aria-labelledby", label);
   }
   arrows("tabs", () => 0);
+  startCompare();
   id("tabs").addEventListener("focusin", ({ target }) => tab(target.dataset.tab));
   arrows("grid", () => card.meta.n_heads + ["direct", "total"].includes(id("measure").value));
   for (const name of ["measure", "mean"]) id(name).addEventListener("change", drawGrid);

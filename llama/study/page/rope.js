@@ -9,115 +9,26 @@ const Rope = (() => {
   const METHODS = ["default", "linear", "ntk", "dynamic", "yarn", "llama3"];
 
   // ------------------------------------------------------------------------------------------ inverse frequencies
-  /** The finite number above 0 under `key`, or `otherwise` if there is none. */
-  function positive(scaling, key, otherwise) {
-    const value = scaling[key] ?? otherwise;
-    if (typeof value !== "number" || !(value > 0 && value < 1e300)) {
-      throw new RangeError(`rope scaling: ${key} must be a finite number above 0, got ${value}`);
-    }
-    return value;
-  }
-
   function clamp(x, low, high) {
     return Math.min(Math.max(x, low), high);
   }
 
-  /** (theta * stretch)^(-2i/D) for each pair i. */
-  function plain(dim, theta, stretch = 1) {
-    if (!Number.isFinite(theta * stretch)) throw new RangeError("rope scaling: the stretched base is out of range");
-    return Array.from({ length: dim / 2 }, (_, i) => Math.pow(theta * stretch, (-2 * i) / dim));
-  }
-
-  function trainedLength(scaling, at) {
-    return positive(scaling, "original_max_position_embeddings", at.maxSeqLen);
-  }
-
-  // One function per kind: (scaling, {dim, theta, seqLen, maxSeqLen}) -> {invFreq, attentionFactor}
-  const SCALINGS = {
-    default: (scaling, at) => ({ invFreq: plain(at.dim, at.theta), attentionFactor: 1 }),
-
-    linear(scaling, at) {
-      const factor = positive(scaling, "factor");
-      return { invFreq: plain(at.dim, at.theta).map((w) => w / factor), attentionFactor: 1 };
-    },
-
-    ntk(scaling, at) {
-      const stretch = Math.pow(positive(scaling, "factor"), at.dim / (at.dim - 2));
-      return { invFreq: plain(at.dim, at.theta, stretch), attentionFactor: 1 };
-    },
-
-    dynamic(scaling, at) {
-      const trained = at.maxSeqLen ? at.maxSeqLen : trainedLength(scaling, at);
-      const factor = positive(scaling, "factor");
-      const length = Math.max(at.seqLen ?? 0, trained);
-      const stretch = Math.pow((factor * length) / trained - (factor - 1), at.dim / (at.dim - 2));
-      return { invFreq: plain(at.dim, at.theta, stretch), attentionFactor: 1 };
-    },
-
-    yarn(scaling, at) {
-      const trained = trainedLength(scaling, at);
-      const factor = positive(scaling, "factor", at.maxSeqLen === undefined ? undefined : at.maxSeqLen / trained);
-      const pairThatTurns = (times) => (at.dim * Math.log(trained / (times * TURN))) / (2 * Math.log(at.theta));
-      let low = pairThatTurns(positive(scaling, "beta_fast", 32));
-      let high = pairThatTurns(positive(scaling, "beta_slow", 1));
-      if (scaling.truncate ?? true) {
-        [low, high] = [Math.floor(low), Math.ceil(high)];
-      }
-      [low, high] = [Math.max(low, 0), Math.min(high, at.dim - 1)];
-      const invFreq = plain(at.dim, at.theta).map((w, i) => {
-        const slow = clamp((i - low) / (high - low || 0.001), 0, 1); // 0 keep, 1 interpolate
-        return (1 - slow) * w + (slow * w) / factor;
-      });
-      const sharpness = (weight) => (factor <= 1 ? 1 : 0.1 * weight * Math.log(factor) + 1);
-      let attentionFactor = sharpness(1);
-      if (scaling.mscale && scaling.mscale_all_dim) {
-        attentionFactor = sharpness(positive(scaling, "mscale")) / sharpness(positive(scaling, "mscale_all_dim"));
-      }
-      return { invFreq, attentionFactor: positive(scaling, "attention_factor", attentionFactor) };
-    },
-
-    llama3(scaling, at) {
-      const factor = positive(scaling, "factor");
-      const trained = trainedLength(scaling, at);
-      const low = positive(scaling, "low_freq_factor");
-      const high = positive(scaling, "high_freq_factor");
-      if (low >= high) {
-        throw new RangeError(`rope scaling llama3: low_freq_factor ${low} must be below high_freq_factor ${high}`);
-      }
-      const invFreq = plain(at.dim, at.theta).map((w) => {
-        const keep = clamp(((trained * w) / TURN - low) / (high - low), 0, 1); // by full turns in the trained context
-        return keep * w + ((1 - keep) * w) / factor;
-      });
-      return { invFreq, attentionFactor: 1 };
-    },
-  };
-
-  /** Radians per position of each pair, and the factor of cos and sin; like llama.inverse_frequencies.
-
-      scaling is null or {rope_type, ...}; seqLen is the length of the text, maxSeqLen the trained length.
-      Throws RangeError on arguments that the library rejects. */
-  function inverseFrequencies(dim, theta, scaling = null, { seqLen, maxSeqLen } = {}) {
-    const kind = scaling ? scaling.rope_type : "default";
-    if (!Number.isInteger(dim) || dim < 2 || dim % 2 || dim > 65536) {
-      throw new RangeError(`RoPE rotates pairs, so dim must be even and from 2 to 65536; got ${dim}`);
-    }
-    if (typeof theta !== "number" || !(theta > 0 && theta <= 1e300)) {
-      throw new RangeError(`rope theta must be a finite number above 0, got ${theta}`);
-    }
-    if (!Object.hasOwn(SCALINGS, kind)) {
-      throw new RangeError(`unknown rope scaling ${kind}; known: ${Object.keys(SCALINGS).join(", ")}`);
-    }
-    if (dim === 2 && (kind === "ntk" || kind === "dynamic")) {
-      throw new RangeError(`rope scaling ${kind} stretches the base by factor^(D / (D - 2)), so D must be above 2`);
-    }
-    if (theta === 1 && kind === "yarn") {
-      throw new RangeError("rope scaling yarn divides by log(theta), so theta must not be 1");
-    }
-    const result = SCALINGS[kind](scaling || {}, { dim, theta, seqLen, maxSeqLen });
-    if (!result.invFreq.every(Number.isFinite)) {
-      throw new RangeError(`rope scaling ${kind}: a frequency is not finite`);
-    }
-    return result;
+  /** Radians per position of each pair under a method, and the factor of cos and sin: llama.inverse_frequencies. */
+  function frequencies({ dim, base, trained, stretch, length }, method) {
+    const plain = (by) => Array.from({ length: dim / 2 }, (_, i) => Math.pow(base * by, (-2 * i) / dim));
+    const wider = (times) => plain(Math.pow(times, dim / (dim - 2))); // the last pair is slowed this many times
+    const ramp = (slow) => plain(1).map((w, i) => (1 - slow(w, i)) * w + (slow(w, i) * w) / stretch); // 0 keep, 1 divide
+    const pairThatTurns = (times) => (dim * Math.log(trained / (times * TURN))) / (2 * Math.log(base));
+    const low = Math.max(Math.floor(pairThatTurns(32)), 0), high = Math.min(Math.ceil(pairThatTurns(1)), dim - 1);
+    const methods = {
+      default: () => plain(1),
+      linear: () => plain(1).map((w) => w / stretch),
+      ntk: () => wider(stretch),
+      dynamic: () => wider(Math.max(length, trained) / trained), // with factor 1
+      yarn: () => ramp((w, i) => clamp((i - low) / (high - low || 0.001), 0, 1)),
+      llama3: () => ramp((w) => 1 - clamp(((trained * w) / TURN - 1) / (4 - 1), 0, 1)), // by full turns in training
+    };
+    return { invFreq: methods[method](), attentionFactor: method === "yarn" ? 0.1 * Math.log(stretch) + 1 : 1 };
   }
 
   // -------------------------------------------------------------------------------------------------- measures
@@ -132,11 +43,6 @@ const Rope = (() => {
 
   /** The divisor of each frequency. */
   const divisors = (before, after) => before.map((w, i) => w / after[i]);
-
-  /** Mean over pairs of cos(distance * invFreq), the score of q = k with pairs of equal length. */
-  function meanCosine(invFreq, distance) {
-    return invFreq.reduce((sum, w) => sum + Math.cos(distance * w), 0) / invFreq.length;
-  }
 
   /** x (D) rotated to `position` and multiplied by `factor`; entries 2i and 2i + 1 are pair i. */
   function rotate(x, position, invFreq, factor = 1) {
@@ -271,30 +177,9 @@ const Rope = (() => {
     return next;
   }
 
-  /** The scaling as in a config. dynamic with factor 1 stretches by exactly length / trained. */
-  function scalingOf(method, stretch, trained) {
-    return {
-      default: null,
-      linear: { rope_type: "linear", factor: stretch },
-      ntk: { rope_type: "ntk", factor: stretch },
-      dynamic: { rope_type: "dynamic", factor: 1 },
-      yarn: { rope_type: "yarn", factor: stretch, original_max_position_embeddings: trained },
-      llama3: {
-        rope_type: "llama3",
-        factor: stretch,
-        low_freq_factor: 1,
-        high_freq_factor: 4,
-        original_max_position_embeddings: trained,
-      },
-    }[method];
-  }
-
   /** All numbers per pair that the pictures draw, for one method; lengths in tokens, angles in radians. */
   function pairs(state, method = state.method) {
-    const lengths = { seqLen: state.length, maxSeqLen: state.trained };
-    const before = inverseFrequencies(state.dim, state.base).invFreq;
-    const scaling = scalingOf(method, state.stretch, state.trained);
-    const { invFreq, attentionFactor } = inverseFrequencies(state.dim, state.base, scaling, lengths);
+    const before = frequencies(state, "default").invFreq, { invFreq, attentionFactor } = frequencies(state, method);
     // dynamic's frequencies are valid for a text of state.length tokens, so later positions do not occur with them
     const end = method === "dynamic" ? Math.max(state.length, state.trained) : target(state);
     const waves = wavelengths(before);
@@ -351,14 +236,13 @@ const Rope = (() => {
   }
 
   // ------------------------------------------------------------------------------------------------- the self-check
-  /** Compare the formulas above with the library's results: rows {dim, theta, scaling, seqLen, maxSeqLen, factor, invFreq}.
+  /** Compare the formulas above with the library's results: rows {dim, base, trained, stretch, length, method, factor, invFreq}.
 
       Returns {settings, worst, agrees}; worst is the largest relative difference. The library's float32 has about 6e-8. */
   function selfCheck(rows, tolerance = 1e-6) {
     let worst = 0;
     for (const row of rows) {
-      const lengths = { seqLen: row.seqLen ?? undefined, maxSeqLen: row.maxSeqLen ?? undefined };
-      const { invFreq, attentionFactor } = inverseFrequencies(row.dim, row.theta, row.scaling, lengths);
+      const { invFreq, attentionFactor } = frequencies(row, row.method);
       const off = (ours, theirs) => Math.abs(ours - theirs) / Math.abs(theirs);
       const differences = [off(attentionFactor, row.factor), ...row.invFreq.map((w, i) => off(invFreq[i], Math.fround(w)))];
       worst = row.invFreq.length === invFreq.length ? Math.max(worst, ...differences) : Infinity; // NaN stays NaN
@@ -369,7 +253,6 @@ const Rope = (() => {
 
   return {
     TURN, METHODS, START, NAMES,
-    inverseFrequencies, scalingOf, wavelengths, turnsPassed, seenArc, divisors, meanCosine, rotate, reduced, product, turned,
-    score, scoreParts, scoresAt, pairs, target, limits, read, change, toHash, fromHash, selfCheck,
+    reduced, product, turned, score, scoreParts, scoresAt, pairs, target, limits, read, change, toHash, fromHash, selfCheck,
   };
 })();
