@@ -177,6 +177,9 @@ function words() {
   });
   return found;
 }
+/** Words by the size of what their tokens together, or the strongest of them, contribute. */
+const ranked = (values, of) => bySize(words().map((all) => [of(all.map((position) => values[position])), all]));
+const sum = (all) => all.reduce((a, b) => a + b, 0), strongest = (all) => all.reduce((a, b) => (Math.abs(b) > Math.abs(a) ? b : a));
 const wordAt = (all) => [named(all[1] ? { text: all.map(textAt).join("").replace(/^(.{24}).+$/s, "$1…") } : at(all[0])), make("sub", {}, all[0])];
 
 /** The positions of the question in its prompt: [position, its bytes], none if they are not found there. */
@@ -207,8 +210,7 @@ function drawSentence() {
   if (!known()) return;
   const [embedding, heads, mlps] = ["embedding", "heads", "mlps"].map((part) => side() * inside.effects[part]), total = losses(), own = total ?? direct();
   const [[most, layer]] = inside.layers.map((x, i) => [side() * x, i]).sort(([a], [b]) => b - a), [word, less] = pair().map(named);
-  const read = bySize(words().filter((all) => CONTINUED.test(textAt(all.at(-1)))).map((all) =>
-    [total ? bySize(all.map((position) => [own[position]]))[0][0] : all.reduce((sum, position) => sum + own[position], 0), all]));
+  const read = ranked(own, total ? strongest : sum).filter(([, all]) => CONTINUED.test(textAt(all.at(-1))));
   const [first, second] = read, size = Math.abs(inside.difference);
   id("sentence").append(...(side() < 0 ? ["The model preferred ", make("b", {}, word.cloneNode(true)), ". "] : []),
     heads > Math.max(mlps, embedding) ? "" : mlps > embedding ? `Most was added by the MLP layers (${signed(mlps)}; MLP ${layer}: ${signed(most)}). `
@@ -233,8 +235,8 @@ function drawInside(found) {
   if (!card.meta.exact && size < 1) put("sums", named(word), ` and ${than} are equally probable within the model’s rounding.${drift}`);
   put("terms", "Effects are in logits, for (+) or against (−) ", named(word), `: each logit multiplies its odds over ${than} by 2.7.`);
   put("of", `adds, of ${fixed(size)}`);
-  const own = direct(), read = bySize(words().map((all) => [all.reduce((sum, position) => sum + own[position], 0), all])), sum = (rows) => rows.reduce((a, [x]) => a + x, 0);
-  put("by-word", ...read.slice(0, 5).flatMap(([x, all]) => [...wordAt(all), ` ${signed(x)}, `]), `all others ${signed(sum(read.slice(5)))}.`);
+  const read = ranked(direct(), sum);
+  put("by-word", ...read.slice(0, 5).flatMap(([x, all]) => [...wordAt(all), ` ${signed(x)}, `]), `all others ${signed(sum(read.slice(5).map(([x]) => x)))}.`);
   drawParts();
   drawGrid();
   drawHead();
@@ -256,8 +258,8 @@ function drawParts() {
   const { n_heads, n_layers } = card.meta, { embedding, heads, mlps } = inside.effects, open = `${chosen.part ?? inside.head.head}`;
   const all = [...inside.heads.map((one) => ({ ...one, part: one.head })), ...inside.layers.map((effect, layer) => ({ part: [layer, n_heads], effect }))]
     .sort((a, b) => Math.abs(b.effect) - Math.abs(a.effect)), shown = all.filter(({ part }, i) => i < PARTS || `${part}` === open);
-  const sum = (kind) => shown.reduce((found, one) => found + (isHead(one.part) === kind ? one.effect : 0), 0), listed = shown.filter((one) => isHead(one.part)).length;
-  const others = [[`${thousands(n_layers * n_heads - listed)} other heads`, heads - sum(true)], [`${n_layers - shown.length + listed} other MLP layers`, mlps - sum(false)],
+  const [own, layers] = [true, false].map((kind) => shown.filter((one) => isHead(one.part) === kind).map((one) => one.effect));
+  const others = [[`${thousands(n_layers * n_heads - own.length)} other heads`, heads - sum(own)], [`${n_layers - layers.length} other MLP layers`, mlps - sum(layers)],
     ["the embedding", embedding], ["rounding, biases", inside.difference - heads - mlps - embedding]].filter(([, x], i) => i < 3 || Math.abs(x) >= 0.005);
   const row = (node, name, effect, ...more) => {
     node.append(make("b", {}, name), make("span", { class: "p" }, signed(side() * effect)),
@@ -265,10 +267,10 @@ function drawParts() {
     return node;
   };
   put("parts", ...shown.map(({ part, effect, sources }) => {
-    const current = `${part}` === open, choose = () => look({ part, ...(isHead(part) && { head: part, key: undefined }) });
+    const current = `${part}` === open;
     const body = without(part), found = seen.get(body), measure = () => inspect(body, () => inside && drawInside(inside), say);
     const from = sources ? ["from ", ...placed(sources[0][0]), ` ${signed(side() * sources[0][1])}`] : [];
-    return make("div", { class: "one" }, row(press("", choose, { class: "name", "aria-expanded": current }), partName(part).replace("head ", ""), effect, ...from),
+    return make("div", { class: "one" }, row(press("", () => choose(part), { class: "name", "aria-expanded": current }), partName(part).replace("head ", ""), effect, ...from),
       found ? make("b", { class: "p" }, `${share(inside.p)} → ${share(found.p)}`)
         : press("test", measure, { class: "small", title: `the probability of this word without ${partName(part)}` }),
       ...(current ? [make("p", { class: "opened" }, ...contributed(part), ...totals(part), make("span", { class: "buttons" },
@@ -277,10 +279,13 @@ function drawParts() {
   }), ...others.map(([name, effect]) => make("div", { class: "one rest" }, row(make("p", { class: "name" }), name, effect))));
 }
 
+/** Open a part, and show a head in a tab. */
+const choose = (part, view) => (isHead(part) ? look({ part, head: part, key: undefined }, view) : look({ part }));
+
 /** The sources that contribute most to a listed head, as a sentence. */
 function contributed(part) {
   const found = inside.heads.find((one) => `${one.head}` === `${part}`);
-  if (!found) return isHead(part) ? [] : [`The MLP of layer ${part[0]} reads the last token only, in which earlier layers have gathered the others. `];
+  if (!found) return [];
   return [`Of its effect ${signed(side() * found.effect)}, the largest parts come from `, ...found.sources.flatMap(([position, x], i) =>
     [i ? ", " : "", ...placed(position), ` ${signed(side() * x)}`]), ". "];
 }
@@ -305,85 +310,66 @@ function markSources() {
   document.body.classList.toggle("sourced", known());
   if (!known()) return;
   const turn = openTurn(), question = document.querySelector(`#turn-${turn.n} .question`), decode = decoder(), found = asked(turn), text = turn.question;
-  if (found.length) {
-    const [before_, after] = [/^\s*/.exec(text)[0], /\s*$/.exec(text)[0]];
-    question?.replaceChildren(before_, ...found.flatMap(([position, part]) => {
-      const [, space, word] = /^(\s*)(.*)$/s.exec(decode.decode(Uint8Array.from(part), { stream: true }));
-      return [space, make("span", { "data-source": position }, plain(word))];
-    }), after);
-  }
-  const values = losses() ?? direct(), most = Math.max(...values.map(Math.abs)), shade = ramp();
+  if (found.length) question?.replaceChildren(/^\s*/.exec(text)[0], ...found.flatMap(([position, part]) => {
+    const [, space, word] = /^(\s*)(.*)$/s.exec(decode.decode(Uint8Array.from(part), { stream: true }));
+    return [space, make("span", { "data-source": position }, plain(word))];
+  }), /\s*$/.exec(text)[0]);
+  const told = contributions(), values = losses() ?? direct(), most = Math.max(...values.map(Math.abs)), shade = ramp();
   values.forEach((x, position) => {
-    const own = id(`t${turn.n}-${position - turn.prompt.length}`), told = contribution(position);
-    const nodes = own ? [own.querySelector(".w")] : document.querySelectorAll(`[data-source="${position}"]`);
+    const own = id(`t${turn.n}-${position - turn.prompt.length}`), nodes = own ? [own.querySelector(".w")] : document.querySelectorAll(`[data-source="${position}"]`);
     for (const node of nodes) {
-      node.title = told;
-      (own ?? node).setAttribute("aria-description", told);
-      (own ?? node).dataset.sign ??= "";
+      node.title = told[position];
+      (own ?? node).setAttribute("aria-description", told[position]);
+      (own ?? node).dataset.sign = "";
       node.dataset.sign = Math.abs(x) < most / 20 ? "" : x < 0 ? "−" : "+";
       if (node.dataset.sign) shaded(node, shade((0.6 * Math.abs(x)) / most));
     }
   });
 }
 
-/** What a token contributes, for its title. */
-function contribution(position) {
-  const [word, less] = pair().map((one) => named(one).textContent), total = losses();
-  return `${total ? `${signed(total[position])} logits in all, ` : ""}${signed(direct()[position])} directly through the heads, for ${word} over ${less}`;
+/** What each token contributes, for its title. */
+function contributions() {
+  const [word, less] = pair().map((one) => named(one).textContent), total = losses(), all = (i) => (total ? `${signed(total[i])} logits in all, ` : "");
+  return direct().map((x, i) => `${all(i)}${signed(x)} directly through the heads, for ${word} over ${less}`);
 }
 
 // ------------------------------------------------------------------------------------------------ all heads and layers
-let gridding = null; // the grid that is being computed: {body, abort, done, of}
+let gridding = null; // the controller of the request for a grid that is being computed, with its body
 const gridBody = (mean = id("mean").checked) => inspection({ against: chosen.against, mean });
-// a measure of the grid: what it says
-const MEASURES = {
-  direct: "What the part adds to the difference without later layers.",
-  total: "What the difference loses without the part, with all that later layers change.",
-  previous: "The mean weight of the head on the token before.",
-  induction: "The mean weight of the head on tokens that followed the same token earlier.",
-  first: "The mean weight of the head on the first token.",
-};
-
 async function computeGrid() {
-  const body = gridBody(), abort = new AbortController();
-  gridding?.abort();
-  gridding = { body, abort: () => abort.abort(), done: 0, of: 1 };
+  const body = gridBody(), { signal } = (gridding = Object.assign(new AbortController(), { body }));
   drawGrid();
   try {
-    for await (const event of events(await call("look/grid", body, abort.signal), abort.signal)) {
+    for await (const event of events(await call("look/grid", body, signal), signal)) {
       if (event.error) throw new Refused(event.error.message);
-      if (!event.of) seen.set(body, event);
-      else if (gridding?.body === body) Object.assign(id("gridded"), { value: event.done, max: event.of });
+      if (event.of) Object.assign(id("gridded"), { value: event.done, max: event.of });
+      else seen.set(body, event);
     }
-    if (!seen.has(body)) throw new Gone("the connection ended");
   } catch (error) {
-    if (!abort.signal.aborted) failed(error, say);
+    if (!signal.aborted) failed(error, say);
   }
-  if (gridding?.body === body) gridding = null;
+  if (gridding.signal === signal) gridding = null;
   if (inside) drawInside(inside);
 }
 
 function drawGrid() {
   const body = gridBody(), found = seen.get(body), busy = gridding?.body === body, { n_heads, gridded } = card.meta, S = inside.by_token.length;
   id("gridded").hidden = id("stop-grid").hidden = !busy;
-  id("compute").hidden = busy || Boolean(found);
-  id("compute").disabled = S > gridded;
+  id("compute").hidden = busy || found || S > gridded;
   put("too-long", S > gridded ? `The text before this word has ${thousands(S)} tokens; the grid is computed for at most ${thousands(gridded)}.` : "");
   id("measured").hidden = !found;
-  put("grid");
-  if (!found) return;
+  if (!found) return put("grid");
   id("measure").querySelector("[value=induction]").disabled = !found.induction;
   const name = id("measure").value, effects = ["direct", "total"].includes(name), factor = effects ? side() : 1, shade = ramp();
   const values = found[name].map((row) => row.map((x) => factor * x)), biggest = (all) => Math.max(1e-6, ...all.flat().map(Math.abs));
   const most = biggest(values.map((row) => row.slice(0, n_heads))), mlp = biggest(values.map((row) => row.slice(n_heads))), open = `${chosen.part ?? inside.head.head}`;
   const cell = (x, layer, head) => {
     const part = [layer, head], size = Math.abs(x) / (head < n_heads ? most : mlp), label = `${partName(part)}: ${effects ? signed(x) : share(x)}`;
-    const text = n_heads > 12 ? "" : Math.abs(x) < 0.05 ? "" : x.toFixed(1).replace("-", "−");
-    const node = press(text, () => look({ part, ...(isHead(part) && { head: part, key: undefined }) }, isHead(part) ? "head" : ""),
-      { title: label, "aria-label": label, "aria-current": `${part}` === open, tabindex: layer + head ? -1 : 0, "data-sign": size < 0.05 ? "" : x < 0 ? "−" : "+" });
+    const text = n_heads > 12 || Math.abs(x) < 0.05 ? "" : x.toFixed(1).replace("-", "−");
+    const node = press(text, () => choose(part, "head"), { title: label, "aria-label": label, "aria-current": `${part}` === open,
+      tabindex: layer + head ? -1 : 0, "data-sign": size < 0.05 ? "" : x < 0 ? "−" : "+" });
     return make("td", {}, shaded(node, shade(0.8 * size)));
   };
-  put("meaning", MEASURES[name], effects ? " The column of the MLP layers has a scale of its own." : "");
   put("grid", make("tr", {}, make("th", {}), ...values[0].map((_, head) => make("th", { scope: "col" }, head < n_heads ? head : "MLP"))),
     ...values.map((row, layer) => make("tr", {}, make("th", { scope: "row" }, layer), ...row.map((x, head) => cell(x, layer, head)))));
 }
@@ -398,8 +384,8 @@ function drawOff() {
 // as ACTIONS of page.js
 const PANEL = {
   more: () => id("alternatives").classList.toggle("all") || id("alternatives").focus(),
-  source: (value) => inside && say(`${named(at(Number(value))).textContent}: ${contribution(Number(value))}.`),
-  compute: () => computeGrid(),
+  source: (value) => inside && say(`${named(at(value)).textContent}: ${contributions()[value]}.`),
+  compute: computeGrid,
   halt: () => gridding?.abort(),
 };
 
@@ -475,10 +461,9 @@ function arrows(name, columns) {
 
 function startPanel() {
   for (const button of id("tabs").children) {
-    const { tab: name } = button.dataset, attributes = { role: "tab", id: `tab-${name}`, "aria-controls": name };
-    for (const [attribute, value] of Object.entries(attributes)) button.setAttribute(attribute, value);
-    id(name).setAttribute("role", "tabpanel");
-    id(name).setAttribute("aria-labelledby", `tab-${name}`);
+    const name = button.dataset.tab, label = `tab-${name}`;
+    Object.assign(button, { role: "tab", id: label }).setAttribute("aria-controls", name);
+    Object.assign(id(name), { role: "tabpanel" }).setAttribute("aria-labelledby", label);
   }
   arrows("tabs", () => 0);
   startCompare();
