@@ -40,7 +40,7 @@ from ..rope import interleaved_to_half
 from ..sampling import Chooser, check_extreme, extreme
 from ..text import Llama
 from .engine import Steps
-from .requests import LONGEST_LOOK, LONGEST_PAGE, Heads
+from .requests import LONGEST_LOOK, LONGEST_PAGE, SHOWN_TOP, Heads
 from .spelling import Spelling
 
 SHOWN_HEADS, SHOWN_ROWS = 8, 3  # best heads, most probable tokens in a row of the lens
@@ -229,6 +229,8 @@ class Looks:
             strongest.append({**best, "position": int(position), "weight": _short(weight)})  # where it looked most
         p, (layer, number) = _short(float(logits.softmax(-1)[token])), head or strongest[0]["head"]
         found = {"token": self.token(token), "p": p, "difference": float(difference)}
+        shown = {**dict.fromkeys(logits.topk(SHOWN_TOP).indices.tolist()), token: None}  # in order, each once
+        found["top"] = [{**self.token(id), "p": _short(float(logits.softmax(-1)[id]))} for id in shown]
         found |= {"effects": {name: float(value) for name, value in sums.items()}, "heads": strongest}
         found |= {"layers": mlps.tolist(), "by_token": [_short(x) for x in sources.sum((0, 1)).tolist()]}
         found |= {"lens": self._lens(lens, token), "head": self._head(layer, number, key, seen, weights, kept)}

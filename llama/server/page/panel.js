@@ -2,7 +2,7 @@
 "use strict";
 
 function select(n, i) {
-  if (!turns[n].tokens[i]) return;
+  if (!id(`t${n}-${i}`)) return;
   if (chosen?.turn !== n || chosen.i !== i) {
     chosen = saved?.open?.turn === n && saved.open.i === i ? { ...saved.open } : { turn: n, i };
     say("");
@@ -41,18 +41,21 @@ const named = (one) => spelled({ ...one, text: one.text?.replace(/^ (?=\S)/, "")
 
 /** The table of words: what the model computed, and what the word was drawn with, in bars of one scale. */
 function drawWords() {
-  const turn = openTurn(), one = turn.tokens[chosen.i], { left = {}, top } = one, stages = Object.keys(left);
+  const turn = openTurn(), one = openWord(), given = chosen.i < 0, { left = {}, top } = one, stages = Object.keys(left);
   const rest = (name) => Number(Math.max(0, 1 - top.reduce((sum, other) => sum + (other[name] ?? 0), 0)).toFixed(4));
   const bar = (p) => make("span", { class: "both" }, make("span", { class: "p" }, share(p)), p ? track(p) : "");
   put("chosen", named(one), make("small", {}, ` position ${turn.prompt.length + chosen.i}`));
   id("own").value = "";
-  put("forced", one.forced ? `You chose this word; the model gave it ${share(one.p)}. ` : "",
-    one.left ? "" : "A link holds all alternatives, and what the filters did, for the word only that was open.");
-  put("alternatives", ...[...top, { p: rest("p"), q: rest("q") }].map((other, k) => {
+  id("take").hidden = given;
+  put("forced", given ? "A word of your text: the model’s probabilities are computed now, and nothing was drawn. To change it, edit the text."
+    : one.forced ? `You chose this word; the model gave it ${share(one.p)}. ` : "",
+    given || one.left ? "" : "A link holds all alternatives, and what the filters did, for the word only that was open.");
+  const others = one.p === undefined ? [] : [{ p: rest("p"), ...(given ? {} : { q: rest("q") }) }];
+  put("alternatives", ...[...top, ...others].map((other, k) => {
     const row = press("", () => take(k), { class: "row", "aria-current": other.id === one.id });
-    row.disabled = k === top.length;
+    row.disabled = given || k === top.length;
     row.append(k < 10 ? make("kbd", {}, (k + 1) % 10) : make("span"), make("span", { class: "ellipsis" }, k < top.length ? spelled(other) : "all others"), bar(other.p),
-      other.cut ? make("span", { class: "cut" }, `cut by ${STAGES[other.cut][0]}`) : bar(other.q));
+      other.cut ? make("span", { class: "cut" }, `cut by ${STAGES[other.cut][0]}`) : given ? "" : bar(other.q));
     return row;
   }));
   put("kept", ...stages.filter((stage) => STAGES[stage]).map((stage) => {
@@ -74,8 +77,8 @@ function takeOwn(event) {
 
 /** Go on with the k-th alternative of the open token. */
 function take(k) {
-  const turn = openTurn(), one = turn.tokens[chosen.i], other = one.top[k];
-  if (!other || other.id === one.id) return;
+  const turn = openTurn(), one = openWord(), other = one.top[k];
+  if (chosen.i < 0 || !other || other.id === one.id) return;
   branch(turn, [...turn.tokens.slice(0, chosen.i), { ...other, top: one.top, left: one.left, warm: one.warm, thought: one.thought, forced: true }], { first: chosen.i });
 }
 
@@ -87,9 +90,10 @@ function look(changes = {}, view = "") {
   if (view && innerWidth < 1000) tab(view);
   request?.abort();
   request = null;
-  const turn = openTurn(), one = turn.tokens[chosen.i];
+  const turn = openTurn(), one = openWord();
   if (turn.model !== identity()) return wait("Another model wrote this answer, so its inside can't be computed.");
   if (running) return wait("The inside is computed when the answer is complete.");
+  if (!before(turn, chosen.i).length) return wait("Nothing comes before the first token, so nothing was computed.");
   chosen.against ??= rival(one)?.id;
   const { against, head, key } = chosen, body = inspection({ against, head, key });
   if (inside === null) wait("…");
@@ -100,7 +104,7 @@ function look(changes = {}, view = "") {
 /** The body of a request for the inside of the open token. */
 function inspection(fields) {
   const turn = openTurn();
-  return JSON.stringify({ ids: before(turn, chosen.i), token: turn.tokens[chosen.i].id, off: turn.off, ...fields });
+  return JSON.stringify({ ids: before(turn, chosen.i), token: openWord().id, off: turn.off, ...fields });
 }
 
 async function inspect(body, show, tell, signal) {
@@ -130,9 +134,14 @@ function rival(one) {
 const at = (position) => openTurn().prompt[position] ?? openTurn().tokens[position - openTurn().prompt.length];
 
 function drawInside(found) {
+  if (chosen.i < 0 && !chosen.found) {
+    chosen.found = { p: found.p, top: found.top };
+    drawWords();
+    return look(); // again, now against an alternative
+  }
   wait("");
   [inside, request] = [found, null];
-  const turn = openTurn(), one = turn.tokens[chosen.i], { embedding, heads, mlps } = found.effects;
+  const turn = openTurn(), one = openWord(), { embedding, heads, mlps } = found.effects;
   const against = rivals(one).find((other) => other.id === chosen.against), than = against ? named(against).textContent : "0";
   const [best] = found.heads, name = best.head.join("."), count = thousands(card.meta.n_layers * card.meta.n_heads);
   put("this", named(one));
@@ -220,7 +229,7 @@ function drawPairs() {
 }
 
 function drawLens() {
-  const one = openTurn().tokens[chosen.i];
+  const one = openWord();
   const cells = (row) => row.top.map((other) => make("span", { class: other.id === one.id ? "guess right" : "guess" }, spelled(other), ` ${share(other.p < 0.0005 ? 0 : other.p)}`));
   put("layers", make("p", { class: "heading" }, make("b", {}, "layer"), make("span", {}, "most probable"), make("b", {}, "rank of ", named(one))),
     ...inside.lens.map((row, i) => make("p", { class: row.rank === 1 ? "won" : "" }, make("b", {}, i ? i - 1 : "start"), make("span", {}, ...cells(row)),
