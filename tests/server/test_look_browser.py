@@ -998,7 +998,7 @@ def packed(view: Any) -> str:
 
 
 OPEN: dict[str, list[Any]] = {"turn": [0, "__proto__", 9], "i": [-1, 1e300, "0"], "against": [1e9, 319]}
-OPEN |= {"head": [[1], "12", [1, 1e300]], "key": [-1, {}]}
+OPEN |= {"head": [[1], "12", [1, 1e300]], "key": [-1, {}], "found": [{"p": 0.5, "top": []}]}
 HOSTILE: dict[str, Callable[[Any], object]] = {
     "not base64": lambda view: "%%%",
     "not deflated": lambda view: base64.urlsafe_b64encode(b"no deflate").decode(),
@@ -1029,6 +1029,8 @@ BROKEN: dict[str, Callable[[Any], object]] = {
     "settings that replace the text": lambda turns: turns[1]["sampling"].update(ids=[5]),
     "a setting that is missing": lambda turns: turns[1]["sampling"].pop("top_k"),
     "a head that is huge": lambda turns: turns[1].update(off=[[0, 1e300]]),
+    "a mode that is a text": lambda turns: turns[1].update(raw="yes"),
+    "earlier tokens that are missing": lambda turns: turns[1].update(earlier=1e3),
     "a model that is a number": lambda turns: turns[1].update(model=3),
 }
 
