@@ -704,7 +704,7 @@ def test_the_first_minute_by_keyboard(show: Open) -> None:
             )
             assert outline[0] == "BODY" or outline[1] != "none", (key, outline)
 
-    press("Tab", "Tab", "Tab", "Tab")  # Settings, Export, New, the first sample
+    press(*["Tab"] * 6)  # Settings, Export, New, Chat, Text, the first sample
     assert tab.evaluate("document.activeElement.parentElement.id") == "samples"
     press("Enter")
     first = settle(tab)
