@@ -1306,7 +1306,7 @@ def test_a_chat_model_continues_texts_whose_words_open(show: Open, tiny_llm: Lla
     against = int(tab.input_value("#against"))
     difference = tab.evaluate("inside.difference")
     assert difference == pytest.approx(float(logits[own[2]] - logits[against]), abs=1e-3)
-    assert "A word of your text" in tab.inner_text("#forced")
+    assert "A word of your text" in tab.inner_text("#linked")
     assert f"position {place}" in tab.inner_text("#chosen")
     assert not tab.locator("#take").is_visible()
     shown = tab.evaluate(SHOWN)
