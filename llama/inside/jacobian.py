@@ -176,6 +176,7 @@ def summary(lens: JacobianLens, llm: Llama, ids: Sequence[int]) -> str:
         p, best = lens.logits(llm, {layer: seen[name][0, -1] for layer, name in names.items()}).softmax(-1).topk(5)
     lines = ["Jacobian lens: what each layer's output at the last token makes the model say later", "layer  words"]
     for layer, values, row in zip(names, p.tolist(), best.tolist(), strict=True):
-        words = (f"{show(llm.tokenizer.shown(id))} {x:.2f}" for id, x in zip(row, values, strict=True))
+        shares = [f"{x:.2f}" if x >= 0.005 else "<.01" for x in values]
+        words = (f"{show(llm.tokenizer.shown(id))} {x}" for id, x in zip(row, shares, strict=True))
         lines.append(f"{layer:>5}  {', '.join(words)}")
     return "\n".join(lines) + "\n"

@@ -1476,10 +1476,8 @@ def test_a_vector_of_another_question_turns_the_answer(show: Open, tiny_llm: Lla
     turn = ask(tab, "What is a llama?", temperature=0, max_tokens=8)
     prompt = ids_of(turn["prompt"])
     word = turn["tokens"][0]["id"]
-    for other in (f"What is a {c}lama?" for c in "abcdefghijk"):
-        same = len(ids(other)) == len(prompt)
-        if same and int(tiny_llm.model(torch.tensor([ids(other)]))[0, -1].argmax()) != word:
-            break
+    others = (f"What is {c} llama?" for c in "bcdwxyz0123456789")
+    other = next(one for one in others if int(tiny_llm.model(torch.tensor([ids(one)]))[0, -1].argmax()) != word)
     grid = patching_grid(tiny_llm, ids(other), prompt)
     open_token(tab, turn, 0)
 
@@ -1500,7 +1498,8 @@ def test_a_vector_of_another_question_turns_the_answer(show: Open, tiny_llm: Lla
     assert f"{position}" in tab.inner_text("#patched")
     body = body_of(tab, lambda: tab.click("#patched button"))
     assert body["patch"] == {"other": ids(other), "layer": 1, "position": position}
-    patched = settle(tab)
+    until(tab, "!running && path().at(-1).patch")
+    patched = tab.evaluate("path().at(-1)")
     with activations(tiny_llm, "resid_pre.1") as seen:
         tiny_llm.model(torch.tensor([ids(other)]))
     row = seen["resid_pre.1"][0, position]

@@ -203,6 +203,16 @@ def test_a_larger_base_lowers_frequencies_and_slows_the_decay() -> None:
     said("21 pairs have periods below 128 tokens with base 10,000, and 15 with 500,000")
 
 
+def test_bfloat16_frequencies_are_wrong_by_10_radians_at_8191() -> None:
+    right = np.array([10000 ** (-2 * i / 128) for i in range(64)])
+    exponent = np.floor(np.log2(right)) - 7  # bfloat16 has 8 significant bits
+    by_hand = np.round(right / 2**exponent) * 2**exponent
+    by_torch = llama.inverse_frequencies(128)[0].bfloat16().double().numpy()
+    np.testing.assert_array_equal(by_torch, by_hand)
+    assert round(float(8191 * np.abs(by_hand - right).max())) == 10
+    said("10 radians at position 8,191")
+
+
 def test_unsqueeze_dim_names_the_axis_of_the_heads() -> None:
     q, k, cos, sin = torch.randn(4, 1, 2, 5, 8)
     cos, sin = cos[:, 0], sin[:, 0]  # (B, T, D)
