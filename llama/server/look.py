@@ -44,7 +44,7 @@ from ..rope import interleaved_to_half
 from ..sampling import Chooser, check_extreme, extreme
 from ..text import Llama
 from .engine import Steps
-from .requests import LONGEST_GRID, LONGEST_LOOK, LONGEST_PAGE, Heads
+from .requests import LONGEST_GRID, LONGEST_LOOK, LONGEST_PAGE, SHOWN_TOP, Heads
 from .spelling import Spelling
 
 T = TypeVar("T")
@@ -286,6 +286,8 @@ class Looks:
             strongest.append({**best, "position": int(position), "weight": _short(weight)})  # where it looked most
         p, (layer, number) = _short(float(logits.softmax(-1)[token])), head or strongest[0]["head"]
         found = {"token": self.token(token), "p": p, "difference": float(difference)}
+        shown = {**dict.fromkeys(logits.topk(SHOWN_TOP).indices.tolist()), token: None}  # in order, each once
+        found["top"] = [{**self.token(id), "p": _short(float(logits.softmax(-1)[id]))} for id in shown]
         found |= {"effects": {name: float(value) for name, value in sums.items()}, "heads": strongest}
         found |= {"layers": mlps.tolist(), "by_token": [_short(x) for x in sources.sum((0, 1)).tolist()]}
         words = [*dict.fromkeys([*lens[-1].topk(min(SHOWN_WORDS, self.n_vocab)).indices.tolist(), token])]

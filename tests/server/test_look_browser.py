@@ -876,7 +876,7 @@ def test_the_first_minute_by_keyboard(show: Open) -> None:
             )
             assert outline[0] == "BODY" or outline[1] != "none", (key, outline)
 
-    press("Tab", "Tab", "Tab", "Tab")  # Settings, Export, New, the first sample
+    press(*["Tab"] * 6)  # Settings, Export, New, Chat, Text, the first sample
     assert tab.evaluate("document.activeElement.parentElement.id") == "samples"
     press("Enter")
     first = settle(tab)
@@ -1172,7 +1172,7 @@ def packed(view: Any) -> str:
 
 
 OPEN: dict[str, list[Any]] = {"turn": [0, "__proto__", 9], "i": [-1, 1e300, "0"], "against": [1e9, 319]}
-OPEN |= {"head": [[1], "12", [1, 1e300]], "key": [-1, {}]}
+OPEN |= {"head": [[1], "12", [1, 1e300]], "key": [-1, {}], "found": [{"p": 0.5, "top": []}]}
 HOSTILE: dict[str, Callable[[Any], object]] = {
     "not base64": lambda view: "%%%",
     "not deflated": lambda view: base64.urlsafe_b64encode(b"no deflate").decode(),
@@ -1203,6 +1203,8 @@ BROKEN: dict[str, Callable[[Any], object]] = {
     "settings that replace the text": lambda turns: turns[1]["sampling"].update(ids=[5]),
     "a setting that is missing": lambda turns: turns[1]["sampling"].pop("top_k"),
     "a head that is huge": lambda turns: turns[1].update(off=[[0, 1e300]]),
+    "a mode that is a text": lambda turns: turns[1].update(raw="yes"),
+    "earlier tokens that are missing": lambda turns: turns[1].update(earlier=1e3),
     "a model that is a number": lambda turns: turns[1].update(model=3),
 }
 
@@ -1265,6 +1267,84 @@ def test_a_view_that_is_too_long_for_a_link_is_offered_as_a_file(show: Open) -> 
     tab.wait_for_selector("#exported >> text=too long")
     assert "holds the conversation" in tab.inner_text("#exported")
     assert tab.locator("#exported a").count() == 0
+
+
+@SLOW
+def test_a_chat_model_continues_texts_whose_words_open(show: Open, tiny_llm: Llama) -> None:
+    tab = show()
+    tab.click("text=Text")
+    assert tab.get_attribute("#question", "placeholder") == "Begin a text to continue…"
+    first = ask(tab, "In the beginning ", max_tokens=6)
+    encode = tiny_llm.tokenizer.encode_prompt
+    assert ids_of(first["prompt"]) == encode("In the beginning ")
+    second = ask(tab, "and then", max_tokens=6)
+    earlier = [id for id in ids_of(first["prompt"] + first["tokens"]) if id not in tiny_llm.tokenizer.stop_ids]
+    own = ids_of(second["prompt"])[len(earlier) :]
+    assert ids_of(second["prompt"])[: len(earlier)] == earlier
+    assert tiny_llm.tokenizer.decode(own) == "and then"
+    expected = generate(
+        tiny_llm.model,
+        ids_of(second["prompt"]),
+        SamplingParams(max_new_tokens=6, seed=5, **SAMPLING),
+        stop_ids=tiny_llm.tokenizer.stop_ids,
+        n_vocab=tiny_llm.tokenizer.n_vocab,
+    )
+    assert ids_of(second["tokens"]) == [token.id for token in expected]
+    assert tab.locator(f"#answer-{second['n']} .given").all_inner_texts() == [
+        tiny_llm.tokenizer.decode([id]) for id in own
+    ]
+
+    tab.click(f"#answer-{second['n']} .given >> nth=2")
+    settle(tab)
+    place = len(earlier) + 2
+    logits = tiny_llm.model(torch.tensor([ids_of(second["prompt"])[:place]]))[0, -1, : tiny_llm.tokenizer.n_vocab]
+    p, rows = logits.softmax(-1), tab.locator("#alternatives .row")
+    best = [float(x) for x in p.topk(10).values]
+    shown = [rows.nth(k).locator(".p").all_inner_texts() for k in range(10)]
+    assert [float(text.replace("−", "-")) for (text,) in shown] == pytest.approx(best, rel=0.06)
+    assert rows.locator("b, .token").count()
+    assert tab.locator("#alternatives [aria-current=true] .p").inner_text() == share(round(float(p[own[2]]), 6))
+    against = int(tab.input_value("#against"))
+    difference = tab.evaluate("inside.difference")
+    assert difference == pytest.approx(float(logits[own[2]] - logits[against]), abs=1e-3)
+    assert "A word of your text" in tab.inner_text("#forced")
+    assert f"position {place}" in tab.inner_text("#chosen")
+    assert not tab.locator("#take").is_visible()
+    shown = tab.evaluate(SHOWN)
+    other = show(link_of(tab))
+    settle(other)
+    assert other.evaluate(SHOWN)[1:] == shown[1:]
+    sent: list[str] = []
+    tab.on("request", lambda request: sent.append(request.url.rpartition("/")[2]))
+    tab.evaluate("take(1)")  # an alternative of a given word is not taken
+    tab.evaluate(f"select({second['n']}, -1)")
+    settle(tab)
+    tab.evaluate("moveBy(1)")
+    settle(tab)
+    assert tab.evaluate("chosen.i") == 0
+    assert "answer" not in sent
+    tab.evaluate(f"select({first['n']}, {-len(first['prompt'])})")
+    assert "Nothing comes before the first token" in tab.inner_text("#waiting")
+
+    tab.click("#open-export")
+    command, exported = export(tab, "curl"), export(tab, "md")
+    assert "/v1/completions " in command
+    assert body_of_curl(command)["prompt"] == tiny_llm.tokenizer.decode(ids_of(second["prompt"]))
+    assert f"**and then**{tab.evaluate('said(path().at(-1))')}" in exported
+    tab.keyboard.press("Escape")
+    tab.locator(".foot >> text=again").last.click()
+    again = settle(tab)
+    assert (again["raw"], again["prompt"], again["earlier"]) == (True, second["prompt"], len(earlier))
+    tab.locator(".asked button").last.click()
+    tab.fill("#question", " or so")
+    body = body_of(tab, lambda: tab.press("#question", "Enter"))
+    assert (body["ids"], body["prompt"]) == (earlier, " or so")
+    settle(tab)
+    tab.click("#new")
+    tab.click("#mode >> text=Chat")
+    chatted = ask(tab, "One?", max_tokens=3)
+    assert ids_of(chatted["prompt"]) == tiny_llm.encode_chat([{"role": "user", "content": "One?"}])
+    assert not chatted["raw"]
 
 
 ENDING = "</script><!--<script><img src=x onerror=document.title='owned'>"

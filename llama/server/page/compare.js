@@ -5,7 +5,7 @@ let comparing = null; // {turn, i, question, other: ids, abort, found, cell: [la
 
 function openCompare() {
   comparing = { turn: openTurn(), i: chosen.i };
-  put("compare-about", "Change a word of the question, so that the answer has another word in the place of ", make("b", {}, named(openTurn().tokens[chosen.i])),
+  put("compare-about", "Change a word of the question, so that the answer has another word in the place of ", make("b", {}, named(openWord())),
     ". The word is changed in the answer before it, too.");
   id("other-question").value = comparing.turn.question;
   drawPatches();

@@ -63,9 +63,9 @@ async function drawStored() {
 const EXPORTS = {
   json: () => ["clearllama.json", JSON.stringify({ clearllama: card.meta.version, model: identity(), turns }, null, 1), "application/json"],
   md: () => ["clearllama.md", path().map((one) => `${changedSystem(one) === null ? "" : `_System: ${changedSystem(one)}_\n\n`}**${one.question}**`
-    + `\n\n${said(one)}\n\n_${card.id}, ${describe(one)}_\n`).join("\n"), "text/markdown"],
+    + `${isText(one) ? "" : "\n\n"}${said(one)}\n\n_${card.id}, ${describe(one)}_\n`).join("\n"), "text/markdown"],
   curl(last) {
-    const { response_format, ...sampling } = last.sampling, chat = card.meta.template, begun = last.tokens.slice(0, last.given), given = said({ tokens: begun });
+    const { response_format, ...sampling } = last.sampling, chat = !isText(last), begun = last.tokens.slice(0, last.given), given = said({ tokens: begun });
     const text = !chat ? { prompt: contents(last) + given }
       : { messages: [...messages(last), ...(given ? [{ role: "assistant", content: given }] : [])], response_format };
     const body = JSON.stringify({ ...text, ...sampling, seed: last.seed }, null, 1);
@@ -115,11 +115,11 @@ const parsed = (json) => JSON.parse(json, (name, value) => {
 });
 const whole = (x, end = 2 ** 31) => Number.isInteger(x) && x >= 0 && x < end;
 const head = (x) => x.length === 2 && x.every((one) => whole(one));
+const text = (...all) => all.every((x) => typeof x === "string"), part = (x) => Number.isFinite(x) && x >= 0 && x < 1.001;
+const spelt = (one) => whole(one.id) && (text(one.text) || one.bytes.every((x) => whole(x, 256)));
 
 /** Return a tree of turns that comes from outside. Raises an error unless this page can draw it. */
 function checked(found) {
-  const text = (...all) => all.every((x) => typeof x === "string"), part = (x) => Number.isFinite(x) && x >= 0 && x < 1.001;
-  const spelt = (one) => whole(one.id) && (text(one.text) || one.bytes.every((x) => whole(x, 256)));
   const other = (one) => spelt(one) && part(one.p) && (part(one.q) || Object.hasOwn(STAGES, one.cut) || one.cut === "processors");
   const drawn = (one) => spelt(one) && one.top.every(other) && [one.p, one.warm ?? 1].every(part)
     && Object.entries(one.left ?? {}).every(([stage, count]) => whole(count) && !(stage in {}));
@@ -129,7 +129,7 @@ function checked(found) {
     && Object.keys(its).every((name) => Object.hasOwn(FIELDS, name) || name === "response_format");
   const turn = (one) => text(one.question, one.system, one.model ?? "", one.error ?? "") && one.prompt.every(spelt) && one.tokens.every(drawn)
     && drawing(one.sampling) && Number.isFinite(one.seed) && [one.given, one.source ?? 0, one.first ?? 0].every((x) => whole(x))
-    && one.off.every(head) && text(one.asked ?? "")
+    && one.off.every(head) && text(one.asked ?? "") && [undefined, true, false].includes(one.raw) && whole(one.earlier ?? 0, one.prompt.length + 1)
     && (!one.patch || [one.patch.layer, one.patch.position, ...one.patch.other].every((x) => whole(x))) && [null, "stop", "error", ...Object.keys(ENDS)].includes(one.end);
   if (found?.length && found.every(linked) && found.slice(1).every(turn)) return found;
   throw new Error("its turns are incomplete or damaged");
@@ -211,11 +211,14 @@ async function openLink() {
 
 /** Return a view that comes from outside. Raises an error unless this page can draw it. */
 function checkedView({ turns: found, open, tab: name }) {
-  const { turn, i, against, head: shown, key: its } = open ?? {}, one = path(checked(found)).find(({ n }) => n === turn)?.tokens[i];
-  const right = open === null || (whole(i) && one && (against === undefined || rivals(one).some((other) => other.id === against))
+  const { turn: n, i, against, head: shown, key: its, found: given } = open ?? {}, turn = path(checked(found)).find((one) => one.n === n);
+  const one = turn && Number.isInteger(i) && (i >= 0 || (isText(turn) && turn.prompt.length + i >= (turn.earlier ?? 0))) && wordAt(turn, i);
+  const looked = given === undefined || (i < 0 && part(given.p) && given.top.every((other) => spelt(other) && part(other.p)));
+  const right = open === null || (one && looked && (against === undefined || rivals({ top: [], ...one, ...given }).some((other) => other.id === against))
     && (shown === undefined || head(shown)) && whole(its ?? 0));
   if (!right || ![...id("tabs").children].some((button) => button.dataset.tab === name)) throw new Error("what it opens is not there");
-  return { turns: found, open: open && { turn, i, against, head: shown, key: its }, tab: name };
+  const about = given && { p: given.p, top: given.top };
+  return { turns: found, open: open && { turn: n, i, against, head: shown, key: its, found: about }, tab: name };
 }
 
 /** Show a view. */

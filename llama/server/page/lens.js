@@ -8,7 +8,7 @@ function lenses() {
 }
 
 function drawLens() {
-  const one = openTurn().tokens[chosen.i], [logit, jacobian] = lenses(), { lens, tied } = card.meta;
+  const one = openWord(), [logit, jacobian] = lenses(), { lens, tied } = card.meta;
   const guess = (other, ...parts) => make("span", { class: other.id === one.id ? "guess right" : "guess" }, ...parts);
   const words = (row) => (row?.top ?? []).slice(0, jacobian ? 2 : 3).map((other) => guess(other, spelled(other), ` ${other.p < 0.00095 ? "<.001" : share(other.p)}`));
   const line = (k) => make("svg", { class: "sample", viewBox: "0 0 26 8" }, make("path", { class: `curve w${k}`, d: "M0,4L26,4" }));

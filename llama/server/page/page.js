@@ -26,6 +26,7 @@ let card = null; // the model, from /v1/models
 let turns = [{ n: 0, children: [], active: 0 }]; // turn 0 is the root
 let chosen = null; // the open token: {turn, i}, and what was chosen in its panel: against, head, key
 let inside = null; // what /look/inside returned for it
+let texts = false; // whether the next conversation continues texts, without the chat template
 let editing = null; // the turn whose question is being edited
 let running = null; // {turn, abort, done}
 let lost = false; // whether the server is gone
@@ -51,7 +52,13 @@ const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 const identity = () => [card.id, ...["n_layers", "n_heads", "vocab_size", "parameters", "weights"].map((name) => card.meta[name])].join(" ");
 const openTurn = () => turns[chosen.turn];
 const current = () => (chosen ? openTurn() : path().at(-1));
-const before = (turn, i) => [...ids(turn.prompt), ...ids(turn.tokens.slice(0, i))]; // the ids before a token of the answer
+/** Whether a turn is a text that is continued, rather than a question. */
+const isText = (turn) => !card.meta.template || turn.raw;
+/** A token of a turn: i of the answer, or of the prompt, where it is negative and counts from the end. */
+const wordAt = (turn, i) => (i < 0 ? turn.prompt.at(i) : turn.tokens[i]);
+const before = (turn, i) => (i < 0 ? ids(turn.prompt).slice(0, i) : [...ids(turn.prompt), ...ids(turn.tokens.slice(0, i))]); // the ids before it
+/** The open token. Only a look knows the probabilities of one in the prompt. */
+const openWord = () => ({ top: [], ...wordAt(openTurn(), chosen.i), ...chosen.found });
 const place = (turn) => `${turns[turn.parent].children.indexOf(turn.n) + 1}/${turns[turn.parent].children.length}`; // among its siblings
 const rivals = (one) => one.top.filter((other) => other.id !== one.id); // the words that a token can be compared with
 
@@ -101,7 +108,7 @@ async function* events(response, signal) {
 
 async function connect() {
   card = saved?.card ?? (await delivered((await call("v1/models")).json())).data[0];
-  const { weights, template, rounding, exact } = card.meta;
+  const { weights, rounding, exact } = card.meta;
   const how = `Drawn probabilities can be ${rounding} above or below those of float32: the largest difference measured on two small models. `
     + `What happens inside is computed ${exact ? "in float32" : "with the same rounding"}.`;
   drawSettings();
@@ -110,7 +117,16 @@ async function connect() {
   foreign();
   draw();
   drawStored();
-  put("samples", ...(template ? CHATS : TEXTS).map((text) => press(text, () => ask(text))));
+}
+
+/** Show whether the conversation, or the next one, is a chat or a text. */
+function drawMode() {
+  const text = isText(path()[0] ?? { raw: texts });
+  id("mode").hidden = !card.meta.template;
+  for (const button of id("mode").children) button.setAttribute("aria-pressed", (button.dataset.mode === "text") === text);
+  put("begin", text ? "Begin a text" : "Ask");
+  put("samples", ...(text ? TEXTS : CHATS).map((one) => press(one, () => ask(one))));
+  id("question").placeholder = !text ? "Ask…" : path().length ? "More text, its first space included…" : "Begin a text to continue…";
 }
 
 /** Say which other model wrote answers of this conversation. */
@@ -118,7 +134,7 @@ function foreign() {
   const other = turns.slice(1).find((one) => one.model !== identity());
   const [its, own] = [`${other?.model}`, identity()].map((model) => plain(model.replace(/^(.*?)(?: \d+){4} (.*)$/s, "$1 ($2)")));
   const text = `Another model, ${its}, wrote answers of this conversation. This is ${own}; looks into those answers are off.`;
-  if (saved) banner(`A view of an answer by ${own}, saved in ${card.meta.version}. It works without a server, so nothing else can be computed.`);
+  if (saved) banner(`A view of an answer by ${own}, saved by clearllama ${card.meta.version}. It works without a server, so nothing else can be computed.`);
   else if (!lost) banner(other ? text : "");
 }
 
@@ -148,7 +164,7 @@ function path(tree = turns) {
 }
 
 function add(parent, fields) {
-  const turn = { n: turns.length, parent, children: [], active: 0, question: "", system: "", prompt: [], tokens: [], given: 0, end: null,
+  const turn = { n: turns.length, parent, children: [], active: 0, question: "", system: "", prompt: [], tokens: [], given: 0, end: null, raw: false, earlier: 0,
     off: [], source: null, first: null, ...fields };
   turns.push(turn);
   turns[parent].active = turns[parent].children.push(turn.n) - 1;
@@ -162,7 +178,7 @@ function messages(turn) {
   return sent.map(([role, content]) => ({ role, content }));
 }
 
-/** The prompt of a turn without a chat template: the text before it, as ids if this model wrote it, and its question. */
+/** The prompt of a text: the text before it, as ids if this model wrote it, and its question. */
 function continued(turn) {
   const last = turns[turn.parent], written = last.model === identity() && last.prompt.length && before(last);
   return written ? { ids: written.filter((one) => !card.meta.stop_ids.includes(one)), prompt: turn.question } : { prompt: contents(turn) };
@@ -189,16 +205,18 @@ async function ask(question) {
   const last = path().at(-1), parent = editing ? editing.parent : last?.n ?? 0, { off = [] } = editing ?? last ?? {};
   [editing, id("question").value] = [null, ""];
   id("question")[matchMedia("(pointer: fine)").matches ? "focus" : "blur"](); // a phone's keyboard would cover the answer
-  await run(add(parent, { question, system: card.meta.template ? id("system").value : "", off, sampling: sampling(), seed: seed() }));
+  const raw = isText(path()[0] ?? { raw: texts });
+  await run(add(parent, { question, raw, system: raw ? "" : id("system").value, off, sampling: sampling(), seed: seed() }));
 }
 
 /** Another answer to the question of a turn, which begins with these tokens. */
 async function branch(turn, tokens, fields) {
   if (saved) return say("Another answer needs a server: this file works without one.");
   while (running) await stop();
-  const { question, system, prompt, seed, off, sampling, asked } = turn, given = tokens.length, fits = turn.patch?.other.length <= prompt.length + given;
+  const { question, system, raw, earlier, prompt, seed, off, sampling, asked } = turn, given = tokens.length;
+  const fits = turn.patch?.other.length <= prompt.length + given, patched = fits && { patch: turn.patch, asked };
   if (turn.model !== identity()) return;
-  await run(add(turn.parent, { question, system, prompt, tokens: [...tokens], given, sampling, seed, off, source: turn.n, ...(fits && { patch: turn.patch, asked }), ...fields }));
+  await run(add(turn.parent, { question, system, raw, earlier, prompt, tokens: [...tokens], given, sampling, seed, off, source: turn.n, ...patched, ...fields }));
 }
 const again = (turn) => branch(turn, [], { seed: seed(), sampling: sampling() });
 const switchOff = (one) => branch(openTurn(), [], { off: [...openTurn().off, one], watched: chosen.i });
@@ -237,7 +255,8 @@ function run(turn) {
 
 async function stream(turn, signal) {
   Object.assign(turn, { model: identity(), end: null, error: "" });
-  const text = turn.prompt.length ? { ids: ids(turn.prompt) } : card.meta.template ? { messages: messages(turn) } : continued(turn);
+  const text = turn.prompt.length ? { ids: ids(turn.prompt) } : isText(turn) ? continued(turn) : { messages: messages(turn) };
+  if (!turn.prompt.length) turn.earlier = text.ids?.length ?? 0; // tokens of the prompt that the turns before show
   const { tokens, own, seed, off, patch } = turn, body = { ...text, ...(tokens.length && { answer: ids(tokens) }), own, ...turn.sampling, seed, off, patch };
   try {
     say("The answer begins.");
@@ -261,6 +280,7 @@ function outcome(turn) {
 function receive(turn, event) {
   if (event.error) throw new Refused(event.error.message);
   if (event.prompt) Object.assign(turn, { prompt: event.prompt, seed: event.seed });
+  if (event.prompt && isText(turn)) draw(); // its words take the place of the text
   id("reading").hidden = !event.read || event.read === event.of;
   if (event.read) id("reading").value = event.read / event.of;
   if (event.end) turn.end = event.end;
@@ -284,14 +304,14 @@ function grow(turn) {
 // -------------------------------------------------------------------------------------------------------------- the chat
 /** The span of a token. A character that is split over tokens is in the last of them; the others are chips. */
 function tokenNode(turn, i, decode) {
-  const one = turn.tokens[i], end = card.meta.stop_ids.includes(one.id);
+  const one = wordAt(turn, i), end = card.meta.stop_ids.includes(one.id);
   const text = one.control ? (end ? "end" : one.text) : decode.decode(Uint8Array.from(bytes(one)), { stream: true });
-  const level = one.p >= 0.1 ? "" : one.p >= 0.01 ? "m2" : "m3";
+  const level = i < 0 ? "given" : one.p >= 0.1 ? "" : one.p >= 0.01 ? "m2" : "m3";
   const kind = `t ${one.control || !text ? "chip" : level} ${i === turn.first ? "first" : ""} ${text.startsWith("\n") ? "line" : ""}`;
   const node = make("span", { class: kind, id: `t${turn.n}-${i}`, "data-token": `${turn.n}-${i}`, role: "option", "aria-selected": "false" });
   const [, space, word] = /^( ?)(.*)$/s.exec(text ? plain(text) : hex(one));
   node.append(word && space, make("span", { class: "w", title: end ? one.text : "" }, word || space));
-  if (one.control) node.firstElementChild.append(make("small", {}, ` ${share(one.p)}`));
+  if (one.control && i >= 0) node.firstElementChild.append(make("small", {}, ` ${share(one.p)}`));
   return node;
 }
 
@@ -303,8 +323,9 @@ function answerNode(turn) {
     answers.set(turn.n, { node, decode: decoder() });
   }
   const { node, decode } = answers.get(turn.n);
-  for (let i = node.querySelectorAll(".t").length; i < turn.tokens.length; i++) {
-    (turn.tokens[i].thought ? folded(node) : node).append(tokenNode(turn, i, decode));
+  const given = isText(turn) ? turn.prompt.length - (turn.earlier ?? 0) : 0;
+  for (let i = node.querySelectorAll(".t").length - given; i < turn.tokens.length; i++) {
+    (wordAt(turn, i).thought ? folded(node) : node).append(tokenNode(turn, i, decode));
   }
   return node;
 }
@@ -336,8 +357,9 @@ function turnNode(turn) {
   const busy = running?.turn === turn, changed = changedSystem(turn), system = changed === null ? [] : [
     make("p", { class: "who" }, "System", make("small", {}, turn.parent ? "  from here on the first message of the prompt" : "")),
     make("p", { class: "system", dir: "auto" }, plain(changed))];
-  const asked = make("div", { class: "asked" }, make("p", { class: "who" }, card.meta.template ? "You" : "Text"),
-    make("p", { class: "question", dir: "auto" }, plain(turn.question)), press("edit", () => edit(turn), { class: "quiet" }));
+  const flows = isText(turn) && turn.prompt.length; // the answer begins with the words of the text
+  const asked = make("div", { class: "asked" }, make("p", { class: "who" }, isText(turn) ? "Text" : "You"),
+    flows ? "" : make("p", { class: "question", dir: "auto" }, plain(turn.question)), press("edit", () => edit(turn), { class: "quiet" }));
   const move = (by, label, sign) => press(sign, () => step(turn, by), { "aria-label": label, class: "quiet" });
   const branches = turns[turn.parent].children.length < 2 ? [] : [move(-1, "previous branch", "‹"),
     make("span", { class: "place" }, place(turn)), move(1, "next branch", "›")];
@@ -348,8 +370,8 @@ function turnNode(turn) {
     ...(turn.off.length ? [press("with all of the model", () => branch(turn, [], { off: [] }), { class: "quiet" })] : []),
     ...(resumable ? [press("continue", () => branch(turn, turn.tokens, {}), { class: "quiet" })] : [])];
   const foot = make("p", { class: "foot" }, make("span", {}, describe(turn)), ...buttons);
-  return make("article", { id: `turn-${turn.n}`, class: busy ? "busy" : "" }, ...system, asked,
-    make("div", { class: "who" }, "Llama", make("small", {}, "  ", ...branches)), answerNode(turn), foot);
+  return make("article", { id: `turn-${turn.n}`, class: `${busy ? "busy" : ""} ${flows ? "flows" : ""}` }, ...system, asked,
+    make("div", { class: "who" }, flows ? "" : "Llama", make("small", {}, "  ", ...branches)), answerNode(turn), foot);
 }
 
 function draw() {
@@ -357,7 +379,7 @@ function draw() {
   put("chat", ...path().map(turnNode));
   if (focused?.startsWith("answer-")) id(focused)?.focus({ preventScroll: true });
   id("send").textContent = running ? "Stop" : "Send";
-  id("question").placeholder = card.meta.template ? "Ask…" : path().length ? "More text, its first space included…" : "Begin a text to continue…";
+  drawMode();
   id("reading").hidden = true;
   count();
   drawOff();
@@ -370,7 +392,7 @@ function step(turn, by) {
   const parent = turns[turn.parent], last = parent.children.length;
   parent.active = (parent.children.indexOf(turn.n) + by + last) % last;
   save();
-  const shown = turns[parent.children[parent.active]], i = chosen?.turn === turn.n ? chosen.i : -1;
+  const shown = turns[parent.children[parent.active]], i = chosen?.turn === turn.n ? chosen.i : null;
   unselect();
   say("");
   draw();
@@ -390,7 +412,8 @@ function edit(turn) {
 // ------------------------------------------------------------------------------------------------------------- the start
 // data-NAME="value" of an element: what a click on it does
 const ACTIONS = {
-  token: (value) => select(...value.split("-").map(Number)),
+  token: (value) => select(...value.split(/-(.*)/, 2).map(Number)),
+  mode: (value) => drawMode(texts = value === "text"),
   step: (value) => moveBy(Number(value)),
   tab: (value) => tab(value),
   key: (value) => look({ head: inside.head.head, key: Number(value) }),

@@ -2,7 +2,7 @@
 "use strict";
 
 function select(n, i) {
-  if (!turns[n].tokens[i]) return;
+  if (!id(`t${n}-${i}`)) return;
   if (chosen?.turn !== n || chosen.i !== i) {
     chosen = saved?.open?.turn === n && saved.open.i === i ? { ...saved.open } : { turn: n, i };
     say("");
@@ -43,19 +43,22 @@ const named = (one) => spelled({ ...one, text: one.text?.replace(/^ (?=\S)/, "")
 
 /** The table of words: what the model computed, and what the word was drawn with, in bars of one scale. */
 function drawWords() {
-  const turn = openTurn(), one = turn.tokens[chosen.i], { left = {}, top } = one, stages = Object.keys(left);
+  const turn = openTurn(), one = openWord(), given = chosen.i < 0, { left = {}, top } = one, stages = Object.keys(left);
   const rest = (name) => Number(Math.max(0, 1 - top.reduce((sum, other) => sum + (other[name] ?? 0), 0)).toFixed(4));
   const bar = (p) => make("span", { class: "both" }, make("span", { class: "p" }, share(p)), p ? track(p) : "");
   put("chosen", named(one), make("small", {}, ` position ${turn.prompt.length + chosen.i}`));
   id("own").value = "";
   drawSentence();
-  put("linked", one.left ? "" : "A link holds all alternatives, and what the filters did, for the word only that was open.");
-  put("alternatives", ...[...top, { p: rest("p"), q: rest("q") }].map((other, k) => {
+  id("take").hidden = given;
+  put("linked", given ? "A word of your text: the model’s probabilities are computed now, and nothing was drawn. To change it, edit the text."
+    : one.left ? "" : "A link holds all alternatives, and what the filters did, for the word only that was open.");
+  const others = one.p === undefined ? [] : [{ p: rest("p"), ...(given ? {} : { q: rest("q") }) }];
+  put("alternatives", ...[...top, ...others].map((other, k) => {
     const current = other.id === one.id, cutHere = other.cut && k && !top[k - 1].cut;
     const row = press("", () => take(k), { class: `row ${k < SHOWN || current ? "" : "extra"} ${cutHere ? "cut-here" : ""}`, "aria-current": current });
-    row.disabled = k === top.length;
+    row.disabled = given || k === top.length;
     row.append(k < 10 ? make("kbd", {}, (k + 1) % 10) : make("span"), make("span", { class: "ellipsis" }, k < top.length ? spelled(other) : "all others"), bar(other.p),
-      other.cut ? make("span", { class: "cut" }, `cut by ${STAGES[other.cut][0]}`) : bar(other.q));
+      other.cut ? make("span", { class: "cut" }, `cut by ${STAGES[other.cut][0]}`) : given ? "" : bar(other.q));
     return row;
   }));
   put("more", `${Math.max(0, top.length - SHOWN)} more`);
@@ -82,8 +85,8 @@ function takeOwn(event) {
 
 /** Go on with the k-th alternative of the open token. */
 function take(k) {
-  const turn = openTurn(), one = turn.tokens[chosen.i], other = one.top[k];
-  if (!other || other.id === one.id) return;
+  const turn = openTurn(), one = openWord(), other = one.top[k];
+  if (chosen.i < 0 || !other || other.id === one.id) return;
   branch(turn, [...turn.tokens.slice(0, chosen.i), { ...other, top: one.top, left: one.left, warm: one.warm, thought: one.thought, forced: true }], { first: chosen.i });
 }
 
@@ -96,10 +99,11 @@ function look(changes = {}, view = "") {
   if (view) tab(view);
   request?.abort();
   request = null;
-  const turn = openTurn(), one = turn.tokens[chosen.i];
+  const turn = openTurn(), one = openWord();
   if (turn.model !== identity()) return wait("Another model wrote this answer, so its inside can't be computed.");
   if (turn.patch) return wait("This answer has a vector of another question, and the inside is not computed with it.");
   if (running) return wait("The inside is computed when the answer is complete.");
+  if (!before(turn, chosen.i).length) return wait("Nothing comes before the first token, so nothing was computed.");
   chosen.against ??= rival(one)?.id;
   const { against, head, key } = chosen, body = inspection({ against, head, key });
   if (inside === null) wait("…");
@@ -111,7 +115,7 @@ function look(changes = {}, view = "") {
 /** The body of a request for the inside of the open token. */
 function inspection(fields) {
   const turn = openTurn();
-  return JSON.stringify({ ids: before(turn, chosen.i), token: turn.tokens[chosen.i].id, off: turn.off, ...fields });
+  return JSON.stringify({ ids: before(turn, chosen.i), token: openWord().id, off: turn.off, ...fields });
 }
 
 async function inspect(body, show, tell, signal, kind = "inside") {
@@ -153,9 +157,9 @@ const partName = (part) => (isHead(part) ? `head ${part.join(".")}` : `MLP ${par
 
 /** 1 if the model prefers the open word to the other one, else -1. Effects are told for the word that it prefers. */
 const side = () => (inside.difference < 0 ? -1 : 1);
-const other = () => rivals(openTurn().tokens[chosen.i]).find((one) => one.id === chosen.against);
+const other = () => rivals(openWord()).find((one) => one.id === chosen.against);
 /** The two words: the one that the model prefers, then the other one. */
-const pair = () => [openTurn().tokens[chosen.i], other()][side() < 0 ? "reverse" : "slice"]();
+const pair = () => [openWord(), other()][side() < 0 ? "reverse" : "slice"]();
 
 const percent = (p) => `${figures(p > 0.999 && p < 1 ? 99.9 : 100 * p, p > 0.99 ? 3 : 2)} %`;
 const bySize = (rows) => rows.sort(([a], [b]) => Math.abs(b) - Math.abs(a));
@@ -180,7 +184,7 @@ function words() {
 /** Words by the size of what their tokens together, or the strongest of them, contribute. */
 const ranked = (values, of) => bySize(words().map((all) => [of(all.map((position) => values[position])), all]));
 const sum = (all) => all.reduce((a, b) => a + b, 0), strongest = (all) => all.reduce((a, b) => (Math.abs(b) > Math.abs(a) ? b : a));
-const wordAt = (all) => [named(all[1] ? { text: all.map(textAt).join("").replace(/^(.{24}).+$/s, "$1…") } : at(all[0])), make("sub", {}, all[0])];
+const wordOf = (all) => [named(all[1] ? { text: all.map(textAt).join("").replace(/^(.{24}).+$/s, "$1…") } : at(all[0])), make("sub", {}, all[0])];
 
 /** The positions of the question in its prompt: [position, its bytes], none if they are not found there. */
 function asked(turn) {
@@ -199,14 +203,14 @@ function asked(turn) {
 function whereabouts(position) {
   const turn = openTurn(), question = asked(turn).map(([one]) => one);
   if (position >= turn.prompt.length) return "in the answer";
-  if (question.includes(position)) return card.meta.template ? "in your question" : "in your text";
+  if (question.includes(position)) return isText(turn) ? "in your text" : "in your question";
   return at(position).control ? "among the control tokens" : position > question.at(-1) ? "in the chat template" : "earlier in the prompt";
 }
 
 /** The sentence at the top: the word, its probability, and what carries most of its difference to the other one. */
 function drawSentence() {
-  const one = openTurn().tokens[chosen.i], name = make("b", {}, named(one));
-  put("sentence", ...(one.forced ? ["You chose ", name, `; the model gave it ${percent(one.p)}. `] : [name, `, ${percent(one.p)}. `]));
+  const one = openWord(), name = make("b", {}, named(one));
+  put("sentence", ...(one.p === undefined ? [name, "."] : one.forced ? ["You chose ", name, `; the model gave it ${percent(one.p)}. `] : [name, `, ${percent(one.p)}. `]));
   if (!known()) return;
   const [embedding, heads, mlps] = ["embedding", "heads", "mlps"].map((part) => side() * inside.effects[part]), total = losses(), own = total ?? direct();
   const [[most, layer]] = inside.layers.map((x, i) => [side() * x, i]).sort(([a], [b]) => b - a), [word, less] = pair().map(named);
@@ -215,16 +219,21 @@ function drawSentence() {
   id("sentence").append(...(side() < 0 ? ["The model preferred ", make("b", {}, word.cloneNode(true)), ". "] : []),
     heads > Math.max(mlps, embedding) ? "" : mlps > embedding ? `Most was added by the MLP layers (${signed(mlps)}; MLP ${layer}: ${signed(most)}). `
       : `Most was added by the embedding of the last token (${signed(embedding)}). `);
-  const source = ([, all]) => [...wordAt(all), ` ${whereabouts(all[0])}`], lead = ([x]) => fixed(size - x), two = Math.abs(second?.[0]) > Math.abs(first?.[0]) / 2;
+  const source = ([, all]) => [...wordOf(all), ` ${whereabouts(all[0])}`], lead = ([x]) => fixed(size - x), two = Math.abs(second?.[0]) > Math.abs(first?.[0]) / 2;
   if (first && total) id("sentence").append("Of the earlier words, ", ...source(first), ` matters most${first[0] < 0 ? ", against it" : ""}: if the last token did not read it, the lead over `,
     less, ` would be ${lead(first)}, not ${fixed(size)}`, ...(two ? ["; if it did not read ", ...source(second), `, ${lead(second)}`] : []), ".");
   else if (first) id("sentence").append(`Of what the heads add for it (${signed(heads)}), the largest part of a word is that of `, ...source(first), ` (${signed(first[0])}).`);
 }
 
 function drawInside(found) {
+  if (chosen.i < 0 && !chosen.found) {
+    chosen.found = { p: found.p, top: found.top };
+    drawWords();
+    return look(); // again, now against an alternative
+  }
   wait("");
   [inside, request, chosen.known] = [found, null, true];
-  const one = openTurn().tokens[chosen.i], [word, less] = pair(), than = named(less).textContent;
+  const one = openWord(), [word, less] = pair(), than = named(less).textContent;
   const { embedding, heads, mlps } = found.effects, size = Math.abs(found.difference), added = (x) => signed(side() * x);
   drawSentence();
   put("this", side() < 0 ? "Why not " : "Why ", named(one), side() < 0 ? ", but " : ", not ");
@@ -236,7 +245,7 @@ function drawInside(found) {
   put("terms", "Effects are in logits, for (+) or against (−) ", named(word), `: each logit multiplies its odds over ${than} by 2.7.`);
   put("of", `adds, of ${fixed(size)}`);
   const read = ranked(direct(), sum);
-  put("by-word", ...read.slice(0, 5).flatMap(([x, all]) => [...wordAt(all), ` ${signed(x)}, `]), `all others ${signed(sum(read.slice(5).map(([x]) => x)))}.`);
+  put("by-word", ...read.slice(0, 5).flatMap(([x, all]) => [...wordOf(all), ` ${signed(x)}, `]), `all others ${signed(sum(read.slice(5).map(([x]) => x)))}.`);
   drawParts();
   drawGrid();
   drawHead();
