@@ -646,6 +646,7 @@ def test_the_grid_in_the_page_is_that_of_the_server(show: Open, tiny_llm: Llama)
             assert len(shown) == L * (H + effects)
             for text, value in zip(shown, values, strict=True):
                 assert number(text.split(": ")[1]) == pytest.approx(value, abs=0.0051)
+    check_looks(tab, "the grid")
     tab.click("#grid [aria-label^='head 1.2']")
     settle(tab)
     assert tab.inner_text("#head-title").startswith("Head 1.2 ")
