@@ -147,6 +147,7 @@ SECTIONS: dict[str, tuple[str, list[Any]]] = {
         [
             *(inside.activations, inside.Activations, inside.patch, inside.Place, inside.patching_grid, inside.Grid),
             *(inside.ablation_grid, inside.AblationGrid, inside.control_vector, inside.ControlVector, inside.steer),
+            *(inside.fit_jacobian_lens, inside.JacobianLens),
         ],
     ),
 }
