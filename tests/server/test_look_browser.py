@@ -457,7 +457,8 @@ def test_a_thought_is_folded_above_its_answer_and_is_not_sent_again(show: Open, 
             i < 4 + len(mark) for i in range(len(turn["tokens"]))
         ]
         assert tab.evaluate("document.querySelectorAll('.answer details .t').length") == 4 + len(mark)
-        assert tab.evaluate("document.querySelectorAll('.answer > .t').length") == len(turn["tokens"]) - 4 - len(mark)
+        outside = tab.evaluate("document.querySelectorAll('.answer > .lines > .t').length")
+        assert outside == len(turn["tokens"]) - 4 - len(mark)
         assert not tab.is_visible("#t1-0")
         tab.click("summary")
         tab.click("#t1-0")
@@ -841,11 +842,11 @@ def test_tabs_are_independent_and_a_conversation_survives(show: Open, tmp_path: 
     assert second.locator(".question").all_inner_texts() == ["Two?"]
     first.click("text=again")
     settle(first)
-    turns, text = first.evaluate("turns"), first.inner_text("#chat")
+    turns, text = first.evaluate("turns"), first.text_content("#chat")
     first.reload()
     first.wait_for_selector("html[data-ready]")
     assert first.evaluate("turns") == turns
-    assert first.inner_text("#chat") == text
+    assert first.text_content("#chat") == text
     first.click("#open-export")
     with first.expect_download() as saved:
         first.click("[data-export=json]")
@@ -861,7 +862,7 @@ def test_tabs_are_independent_and_a_conversation_survives(show: Open, tmp_path: 
     second.set_input_files("#import", file)
     until(second, "!id('export').open")
     assert second.evaluate("turns") == turns
-    assert second.inner_text("#chat") == text
+    assert second.text_content("#chat") == text
 
 
 @SLOW
@@ -1079,7 +1080,7 @@ def test_a_damaged_file_changes_nothing(show: Open) -> None:
     tab = show()
     ask(tab, "One?", max_tokens=3)
     ask(tab, "Two?", max_tokens=3)
-    turns, shown = tab.evaluate("turns"), tab.inner_text("#chat")
+    turns, shown = tab.evaluate("turns"), tab.text_content("#chat")
     for name, damage in DAMAGES.items():
         found = json.loads(json.dumps(turns))
         text = damage(found)
@@ -1087,10 +1088,10 @@ def test_a_damaged_file_changes_nothing(show: Open) -> None:
         text = text if isinstance(text, str) and text in ("{", "null", "{}") else json.dumps({"turns": found})
         tab.evaluate("async (text) => load(new File([text], 'x.json'))", text)
         assert "x.json is not an export of this page: " in tab.evaluate("id('exported').textContent"), name
-        assert (tab.evaluate("turns"), tab.inner_text("#chat")) == (turns, shown), name
+        assert (tab.evaluate("turns"), tab.text_content("#chat")) == (turns, shown), name
     tab.reload()
     tab.wait_for_selector("html[data-ready]")
-    assert (tab.evaluate("turns"), tab.inner_text("#chat")) == (turns, shown)
+    assert (tab.evaluate("turns"), tab.text_content("#chat")) == (turns, shown)
 
 
 def link_of(tab: Page) -> str:
@@ -1251,7 +1252,7 @@ def test_a_link_of_another_model_is_text_and_says_whose(browser: Browser, show: 
     view["turns"][1]["model"] = view["turns"][1]["model"].replace("tiny ", "llama-9b ", 1)
     other = show(f"{tab.url}#view={packed(view)}")
     assert "Another model, llama-9b (float32, CPU), wrote answers" in other.inner_text("#banner")
-    assert other.inner_text(".answer") == tab.inner_text(".answer")
+    assert other.text_content(".answer") == tab.text_content(".answer")
     assert "Another model wrote this answer" in other.inner_text("#waiting")
     assert not other.locator("#why").is_visible()
     other.click("#new")

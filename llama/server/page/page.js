@@ -294,12 +294,15 @@ function receive(turn, event) {
 let frame = 0;
 /** Draw the tokens that came since the last frame: one layout for all of them. */
 function grow(turn) {
-  const scroll = id("scroll"), below = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight;
   frame = 0;
   answerNode(turn);
-  if (below < 120) scroll.scrollTop = scroll.scrollHeight;
   count();
 }
+
+// While an answer grows, the end of the chat stays in view, unless the reader scrolled up. Sizes are read when no layout is due.
+let atEnd = true;
+id("scroll").addEventListener("scroll", ({ target }) => (atEnd = target.scrollHeight - target.scrollTop - target.clientHeight < 120));
+new ResizeObserver(() => running && atEnd && id("scroll").scrollTo(0, id("scroll").scrollHeight)).observe(id("chat"));
 
 // -------------------------------------------------------------------------------------------------------------- the chat
 /** The span of a token. A character that is split over tokens is in the last of them; the others are chips. */
@@ -315,17 +318,20 @@ function tokenNode(turn, i, decode) {
   return node;
 }
 
-/** The element of an answer, which is kept; new tokens are added. */
+/** The element of an answer, which is kept. New tokens are added in blocks of lines, so that only the last one is laid out again. */
 function answerNode(turn) {
   if (!answers.has(turn.n)) {
     const node = make("div", { class: "answer", id: `answer-${turn.n}`, role: "listbox", tabindex: 0, dir: "auto",
       "aria-label": "answer; arrow keys choose a token" });
-    answers.set(turn.n, { node, decode: decoder() });
+    answers.set(turn.n, { node, decode: decoder(), drawn: 0 });
   }
-  const { node, decode } = answers.get(turn.n);
-  const given = isText(turn) ? turn.prompt.length - (turn.earlier ?? 0) : 0;
-  for (let i = node.querySelectorAll(".t").length - given; i < turn.tokens.length; i++) {
-    (wordAt(turn, i).thought ? folded(node) : node).append(tokenNode(turn, i, decode));
+  const answer = answers.get(turn.n), { node, decode } = answer, given = isText(turn) ? turn.prompt.length - (turn.earlier ?? 0) : 0;
+  for (; answer.drawn < given + turn.tokens.length; answer.drawn++) {
+    const i = answer.drawn - given, parent = wordAt(turn, i).thought ? folded(node) : node;
+    let block = parent.lastElementChild;
+    const full = block?.childElementCount >= 40 && block.lastElementChild.textContent.endsWith("\n");
+    if (full || !block?.matches(".lines")) parent.append(block = make("div", { class: "lines" }));
+    block.append(tokenNode(turn, i, decode));
   }
   return node;
 }
