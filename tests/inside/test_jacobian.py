@@ -243,3 +243,25 @@ def test_only_the_default_model_has_a_lens_of_its_own(tmp_path: Path, tiny_gguf:
     for option, value in (("adapter", ["x"]), ("rope_theta", 1e5), ("rope_scaling", {"rope_type": "ntk"})):
         changed = argparse.Namespace(**{**vars(args), option: value})
         assert loading.read_lens(changed, tiny.model()) is None
+
+
+def test_a_lens_of_the_hub_is_fetched_by_its_repository_and_path(
+    fitted: tuple[Transformer, JacobianLens], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, lens = fitted
+    asked = []
+
+    def fetch(repo: str, file: str) -> str:
+        asked.append((repo, file))
+        if "none" in file:
+            raise OSError("no such file")
+        lens.write(tmp_path / "lens.pt")
+        return str(tmp_path / "lens.pt")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
+    found = loading.read_lens(argparse.Namespace(lens="org/lenses/a/b.pt"), model)
+    assert asked == [("org/lenses", "a/b.pt")]
+    assert found is not None
+    assert found.n_prompts == 2
+    with pytest.raises(CheckpointError, match="downloading org/lenses/none"):
+        loading.read_lens(argparse.Namespace(lens="org/lenses/none.pt"), model)
