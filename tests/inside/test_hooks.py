@@ -398,8 +398,17 @@ def test_the_page_lists_every_name_with_its_shape() -> None:
 def test_the_code_of_the_page_runs(tiny_llm: Llama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(llama, "load", lambda dtype: tiny_llm)
-    code = "\n".join(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL))
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     names: dict[str, Any] = {}
-    exec(code, names)
+    exec("\n".join(block for block in blocks if "unpack()" not in block), names)  # this one needs the default model
     assert names["stream"].shape[1] >= names["tokens"].shape[1]
     assert (tmp_path / "happy.gguf").exists()
+
+
+@pytest.mark.slow
+def test_the_code_of_the_page_that_swaps_two_words_prints_what_the_page_says(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ((code, printed),) = re.findall(r"```python\n([^`]*unpack\(\)[^`]*)```\n\n```text\n(.*?)```", PAGE, re.DOTALL)
+    exec(code, {"inside": inside, "llm": llama.load(dtype="float32")})
+    assert capsys.readouterr().out == printed
