@@ -50,11 +50,12 @@ def look(browser: Browser, folder: str) -> None:
             page.click(f"#samples >> text={QUESTION}")
             page.wait_for_selector("text=The answer is complete.")
             page.click(f".t >> text={WORD}")
-            page.wait_for_selector("#summary >> text=adds most")
+            page.wait_for_selector("#sentence >> text=matters most")
             shoot(page, folder, f"look-words-{theme}")
-            page.locator("#head").scroll_into_view_if_needed()
-            page.evaluate("id('panel').scrollTop += id('head').getBoundingClientRect().top - 70")
-            shoot(page, folder, f"look-head-{theme}")
+            for tab in ("head", "lens"):
+                page.click(f"#tab-{tab}")
+                page.evaluate(f"id('panel').scrollTop += id('{tab}').getBoundingClientRect().top - 70")
+                shoot(page, folder, f"look-{tab}-{theme}")
         server.terminate()
 
 
