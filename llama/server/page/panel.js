@@ -428,9 +428,11 @@ function pairs({ q, k, frequencies, weights, key }, distance) {
   });
 }
 
+const ranges = new WeakMap(); // the head in detail -> its pairs at 65 distances, which the slider does not change
 function drawPairs() {
   const found = inside.head, real = found.weights.length - 1 - found.key, distance = Number(id("distance").value), far = Number(id("distance").max);
-  const distances = [real, distance, ...Array.from({ length: 65 }, (_, i) => (i * far) / 64)], every = distances.map((one) => pairs(found, one));
+  if (!ranges.has(found)) ranges.set(found, Array.from({ length: 65 }, (_, i) => pairs(found, (i * far) / 64)));
+  const every = [pairs(found, real), pairs(found, distance), ...ranges.get(found)];
   const scores = every.map((values) => values.reduce((a, b) => a + b, 0)), range = Math.max(...scores) - Math.min(...scores);
   put("apart", `in the text, ${real} apart: ${fixed(scores[0])}${distance === real ? "" : `; at ${distance}: ${fixed(scores[1])}`}.`);
   put("farthest", `${far} apart`);
