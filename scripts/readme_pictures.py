@@ -17,6 +17,7 @@ import sys
 import tempfile
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
@@ -37,13 +38,7 @@ def look(browser: Browser, folder: str) -> None:
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         address = next(found[0] for line in server.stderr if (found := re.search(r"http://\S+", line)))
         for theme in ("light", "dark"):
-            page = browser.new_page(
-                viewport={"width": 1200, "height": 720},
-                color_scheme=theme,
-                reduced_motion="reduce",
-                device_scale_factor=2,
-            )
-            page.goto(address)
+            page = opened(browser, theme, 1200, 720, address)
             page.click("#open-settings")
             page.fill("#set-seed", "5")
             page.click("#apply")
@@ -57,6 +52,13 @@ def look(browser: Browser, folder: str) -> None:
                 page.evaluate(f"id('panel').scrollTop += id('{tab}').getBoundingClientRect().top - 70")
                 shoot(page, folder, f"look-{tab}-{theme}")
         server.terminate()
+
+
+def opened(browser: Browser, theme: Any, width: int, height: int, address: str) -> Page:
+    look = {"color_scheme": theme, "reduced_motion": "reduce", "device_scale_factor": 2}
+    page = browser.new_page(viewport={"width": width, "height": height}, **look)
+    page.goto(address)
+    return page
 
 
 def shoot(page: Page, folder: str, name: str) -> None:
@@ -76,14 +78,7 @@ def main() -> None:
             if failed:
                 sys.exit(f"clearllama {command[0]} failed")
             for theme in ("light", "dark"):
-                page = browser.new_page(
-                    viewport={"width": 1100, "height": height},
-                    color_scheme=theme,
-                    reduced_motion="reduce",
-                    device_scale_factor=2,
-                )
-                page.goto(file.as_uri())
-                shoot(page, folder, f"{name}-{theme}")
+                shoot(opened(browser, theme, 1100, height, file.as_uri()), folder, f"{name}-{theme}")
         look(browser, folder)
         browser.close()
 

@@ -18,10 +18,13 @@ from torch import Tensor
 
 from ..attention import causal_mask, reference, reference_weights
 from ..checks import choice
-from ..rope import apply_rotary_emb, freqs_cis_at, half_to_interleaved, precompute_freqs_cis
+from ..loader import load_model
+from ..rope import apply_rotary_emb, freqs_cis_at, half_to_interleaved, interleaved_to_half, precompute_freqs_cis
 from ..rope_scaling import inverse_frequencies
 from ..system.documents import plain
+from ..tools.perplexity import nats
 from .measures import frequencies, sinusoids
+from .perplexity import tiny_folder
 from .report import Table, Value, table_lines
 
 Row = tuple[str, Value, Value]  # a quantity, its value by the wrong line, its value by the right line
@@ -89,6 +92,21 @@ def _score(q: Tensor, k: Tensor, m: int, n: int) -> float:
     return round(float((rotated_q * rotated_k).sum()), 3)
 
 
+def _turned(x: Tensor, inv_freq: Tensor, factor: float = 1.0) -> Tensor:
+    """Rotate x (B, T, H, D) at the positions 0 .. T - 1."""
+    return apply_rotary_emb(x, x, freqs_cis_at(torch.arange(x.shape[1]), inv_freq, factor))[0]  # (B, T, H, D)
+
+
+def _perplexity(rotate: Callable[[Tensor, int], Tensor]) -> float:
+    """The perplexity of tiny-kjv, whose layers rotate q and k (B, T, H, D) by rotate(x, layer)."""
+    model = load_model(tiny_folder(), "cpu", "float32", fast=False)
+    for layer in range(model.config.n_layers):
+        rotary: Any = model.get_submodule(f"layers.{layer}.attention.apply_rotary_emb")
+        rotary.rotate = lambda q, k, _, layer=layer: (rotate(q, layer), rotate(k, layer))
+    tokens = torch.tensor(list((tiny_folder() / "held-out.txt").read_bytes()[:1024])).view(8, 128)  # (B, T)
+    return round(float(nats(model, [tokens])[0].mean().exp()), 2)
+
+
 # ------------------------------------------------------------------------------------------- the sinusoidal table
 def _step() -> list[Row]:
     right = sinusoids(torch.tensor([1]), 8)[0]
@@ -137,18 +155,27 @@ def _values() -> list[Row]:
     return [("change of the last output when all positions grow by 100", round(wrong, 3), round(right, 3))]
 
 
+def _quarter() -> list[Row]:
+    def wrong(x: Tensor, layer: int) -> Tensor:
+        x = interleaved_to_half(x)  # (B, T, H, D), the order of a file of Hugging Face
+        return torch.cat((_turned(half_to_interleaved(x[..., :16]), inverse_frequencies(16)[0]), x[..., 16:]), -1)
+
+    half, quarter = ({"rope_type": "proportional", "partial_rotary_factor": part} for part in (0.5, 0.25))
+    right = _perplexity(lambda x, layer: _turned(x, *inverse_frequencies(32, scaling=half)))
+    return [
+        ("D = 512: entry that is rotated with entry 0", 512 // 8, 512 // 2),
+        ("frequency of pair 63", float(frequencies(128, 1e6)[63]), float(frequencies(512, 1e6, quarter)[63])),
+        ("tiny-kjv, D = 32, half of the pairs: perplexity", _perplexity(wrong), right),
+    ]
+
+
 # --------------------------------------------------------------------------------------- attention, and the cache
 def _divisor() -> list[Row]:
     q, k = _normal(2, 20000, 64)  # one head of 512 / 8 entries
     wrong, right = ((q * k).sum(-1) / math.sqrt(divisor) for divisor in (512, 64))
     return [
         _row("dim = 512, 8 heads: variance of the scores", lambda x: float(x.var()), wrong, right),
-        _row(
-            "mean of the largest of 100 weights",
-            lambda x: float(x.view(-1, 100).softmax(-1).amax(-1).mean()),
-            wrong,
-            right,
-        ),
+        _row("mean largest of 100 weights", lambda x: float(x.view(-1, 100).softmax(-1).amax(-1).mean()), wrong, right),
     ]
 
 
@@ -203,6 +230,18 @@ def _twice() -> list[Row]:
     return [("YaRN, 4 times the length: factor of the scores", a, float((rotated**2).sum() / (x**2).sum()))]
 
 
+def _windows() -> list[Row]:
+    yarn = {"rope_type": "yarn", "factor": 8.0}
+    inv_freq, a = inverse_frequencies(128, 5e5, yarn, max_seq_len=8192)
+    scaled, unscaled = inverse_frequencies(32, scaling=yarn, max_seq_len=128), inverse_frequencies(32)
+    right = _perplexity(lambda x, layer: _turned(x, *(scaled if layer == 3 else unscaled)))
+    return [
+        ("factor of the scores in a layer with a window", a * a, 1.0),
+        ("divisor of its slowest pair", float(frequencies(128, 5e5)[-1] / inv_freq[-1]), 1.0),
+        ("tiny-kjv, all 4 layers or 1 scaled: perplexity", _perplexity(lambda x, layer: _turned(x, *scaled)), right),
+    ]
+
+
 BUGS = {
     bug.name: bug
     for bug in (
@@ -251,6 +290,16 @@ BUGS = {
             "The rotations of q and k cancel in the score up to the distance. Nothing cancels the rotation of v: the"
             " output depends on where the text starts.",
             _values,
+        ),
+        Bug(
+            "quarter",
+            "inv_freq = theta ** (-arange(0, D // 4, 2) / (D // 4))  # Gemma 4: rotates x[: D // 4]",
+            "D = 512, theta = 1,000,000. With which entry is entry 0 rotated? How fast is the slowest pair, 63?",
+            "inv_freq = theta ** (-arange(0, D, 2) / D); inv_freq[D // 8 :] = 0  # rotates x",
+            "In Gemma 4's layers with full attention, pair i is (x[i], x[i + D/2]) and has the frequency"
+            " theta^(-2i/D), as in any head; only the first quarter of the pairs rotates. The wrong line makes a small"
+            " head of the first quarter of the entries. No shape shows it. (With all pairs, tiny-kjv has 2.96, too.)",
+            _quarter,
         ),
         Bug(
             "divisor",
@@ -305,6 +354,16 @@ BUGS = {
             "q and k are both rotated with the multiplied cos and sin, so a score contains the factor twice. Code that"
             " multiplies the scores instead must use the square.",
             _twice,
+        ),
+        Bug(
+            "windows",
+            "inv_freq, a = yarn(config)  # OLMo 3: YaRN for 8 times the length, in every layer",
+            "Three of four layers have a window of 4,096 tokens, and 8,192 were trained. What changes in those three?",
+            "inv_freq, a = yarn(config) if window is None else default(config)",
+            "In a layer with a window, no distance exceeds the window, so there is nothing to extend. The wrong line"
+            " multiplies its scores by a ** 2 and slows its slow pairs by 8, in short texts too. Training scaled only"
+            " the layers with full attention.",
+            _windows,
         ),
     )
 }

@@ -8,6 +8,7 @@ from types import ModuleType
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 __all__ = [
+    "annotated",
     "compare_encodings",
     "compare_peers",
     "lesson_svg",

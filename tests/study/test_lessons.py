@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from ..scripts import lesson_svg, render_lessons
+from ..scripts import annotated, lesson_svg, render_lessons
 
 ROOT = Path(__file__).resolve().parents[2]
 LEARN = ROOT / "docs" / "learn"
 LESSONS = render_lessons.lessons()
 README = (LEARN / "README.md").read_text()
-EXPLAIN = render_lessons.EXPLAIN
+EXPLAIN, ONE_FILE = render_lessons.EXPLAIN, render_lessons.ONE_FILE
 FAST = ("04-rope-from-one-demand", "05-from-formula-to-code", "explain")  # the others take seconds
 
 every_lesson = pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.stem)
@@ -22,13 +22,32 @@ every_lesson = pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: les
 
 @pytest.mark.parametrize(
     "lesson",
-    [page if page.stem in FAST else pytest.param(page, marks=pytest.mark.slow) for page in (*LESSONS, EXPLAIN)],
+    [
+        page if page.stem in FAST else pytest.param(page, marks=pytest.mark.slow)
+        for page in (*LESSONS, EXPLAIN, ONE_FILE)
+    ],
     ids=lambda lesson: lesson.stem,
 )
 def test_a_lesson_runs_and_its_committed_results_are_the_present_ones(lesson: Path) -> None:
     files = render_lessons.render(lesson)
     stale = [file.name for file, content in files.items() if render_lessons.stale(file, content)]
     assert not stale, "run 'python scripts/render_lessons.py' and commit what it writes"
+
+
+def test_a_line_of_one_file_that_its_page_lacks_or_has_otherwise_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    page, code = ONE_FILE.read_text(), annotated.FILE.read_text()
+    assert annotated.annotated(render_lessons.source(page), {}) == render_lessons.source(page)
+    monkeypatch.setattr(annotated, "FILE", tmp_path / "one_file.py")
+    for changed in (
+        code.replace("/ D**0.5", "/ D"),
+        code + "print()\n",
+        code.replace("    token", "    x = 1\n    token", 1),
+    ):
+        annotated.FILE.write_text(changed)
+        with pytest.raises(ValueError, match=r"line \d+"):
+            annotated.annotated(render_lessons.source(page), {})
 
 
 @every_lesson
