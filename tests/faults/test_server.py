@@ -822,12 +822,12 @@ def test_a_stream_that_its_client_does_not_read_ends_in_time(
 
 def test_a_client_that_reads_a_response_slowly_is_disconnected_in_time(llm: Llama) -> None:
     with running(llm, seconds=0.5, receive=0.3) as server:
-        size = len(ask(server, "/page.js", b"", "GET")[1].encode())
+        size = len(ask(server, "/view.html", b"", "GET")[1].encode())
         server.uvicorn.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.connect(("127.0.0.1", server.port))
-            client.sendall(GET.replace(b"/health", b"/page.js") + b"\r\n")
+            client.sendall(GET.replace(b"/health", b"/view.html") + b"\r\n")
             received = len(client.recv(2000))
             with contextlib.suppress(ConnectionResetError):
                 while part := client.recv(500):
