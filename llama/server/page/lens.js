@@ -18,6 +18,9 @@ function drawLens() {
   put("layers", listed("heading", ["layer"], ["logit lens"], jacobian ? ["Jacobian lens"] : ["rank of ", named(one)]),
     ...logit.map((row) => listed(row.rank === 1 ? "won" : "", [row.layer < 0 ? "start" : row.layer], words(row),
       jacobian ? words(jacobian.find((other) => other.layer === row.layer)) : [thousands(row.rank)])));
+  const first = (rows) => rows[rows.findLastIndex((row) => row.rank !== 1) + 1];
+  const since = (rows, name) => (rows ? [`${first(rows).layer < 0 ? "from the start" : `from layer ${first(rows).layer}`} on under the ${name} lens`] : []);
+  put("first", named(one), first(logit) ? ` has rank 1 ${[...since(logit, "logit"), ...since(jacobian, "Jacobian")].join(", and ")}.` : " does not have rank 1 after the last layer.");
   put("tied", tied ? "This model uses one matrix for input and output, so the input word usually reads as itself there." : "");
   put("moved", jacobian ? `The Jacobian lens first multiplies the output of a layer by a matrix: how a change of it changes the output of the last layer, as a mean over ${
     thousands(lens)} ${lens === 1 ? "text" : "texts"}. Layers without a matrix are left out; the last layer needs none.`

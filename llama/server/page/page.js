@@ -352,7 +352,7 @@ function effect(turn) {
 
 function describe(turn) {
   const off = turn.off.length && `without ${turn.off.map(partName).join(", ")}${effect(turn)}`;
-  const patched = turn.patch && `with layer ${turn.patch.layer}, token ${turn.patch.position} of the other question “${plain(turn.asked)}”${off ? "" : effect(turn)}`;
+  const patched = turn.patch && `with the vector before layer ${turn.patch.layer} at token ${turn.patch.position} of the other question “${plain(turn.asked)}”${off ? "" : effect(turn)}`;
   return [off, patched, `seed ${turn.seed}`, `temperature ${turn.sampling.temperature}`, ENDS[turn.end] ?? turn.error].filter(Boolean).join(" · ");
 }
 

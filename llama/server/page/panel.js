@@ -239,7 +239,7 @@ function drawInside(found) {
   put("this", side() < 0 ? "Why not " : "Why ", named(one), side() < 0 ? ", but " : ", not ");
   put("against", ...rivals(one).map((rival) => make("option", { value: rival.id }, spelled(rival).textContent)));
   id("against").value = chosen.against;
-  const drift = Math.abs(found.p - one.p) > 0.005 ? ` ${card.meta.exact ? "In float32" : "Computed again"}, the probability of ${named(one).textContent} is ${share(found.p)}; it was drawn with ${share(one.p)}, by faster arithmetic.` : "";
+  const drift = Math.abs(found.p - one.p) > 0.005 ? ` ${card.meta.exact ? "In float32" : "Computed again"}, the probability of ${named(one).textContent} is ${share(found.p)}; before the draw, faster arithmetic gave ${share(one.p)}.` : "";
   put("sums", named(word), ` is ${fixed(size)} logits ahead of ${than}: the heads add ${added(heads)}, the MLP layers ${added(mlps)}, the embedding ${added(embedding)}.${drift}`);
   if (!card.meta.exact && size < 1) put("sums", named(word), ` and ${than} are equally probable within the model’s rounding.${drift}`);
   put("terms", "Effects are in logits, for (+) or against (−) ", named(word), `: each logit multiplies its odds over ${than} by 2.7.`);
@@ -295,7 +295,7 @@ const choose = (part, view) => (isHead(part) ? look({ part, head: part, key: und
 function contributed(part) {
   const found = inside.heads.find((one) => `${one.head}` === `${part}`);
   if (!found) return [];
-  return [`Of its effect ${signed(side() * found.effect)}, the largest parts come from `, ...found.sources.flatMap(([position, x], i) =>
+  return [`Of its effect ${signed(side() * found.effect)}, the largest parts come from `, ...found.sources.filter(([, x], i) => !i || Math.abs(x) > Math.abs(found.effect) / 20).flatMap(([position, x], i) =>
     [i ? ", " : "", ...placed(position), ` ${signed(side() * x)}`]), ". "];
 }
 
@@ -306,13 +306,14 @@ function totals(part) {
   const total = found ? inside.difference - found.difference : grid?.total[layer][head];
   if (total === undefined || own === undefined) return [];
   return ["Direct ", make("b", {}, signed(side() * own)), ", total ", make("b", {}, signed(side() * total)),
-    ": without it, the difference changes by its total effect. They differ, since later layers react to its absence (self-repair). "];
+    ": without it, the lead over the other word falls by its total effect. The two differ, since later layers react, and some do its work",
+    " in its place (self-repair). The probability also depends on all other words. "];
 }
 
 // ------------------------------------------------------------------------------------------------- marks of the sources
 /** Mark the tokens before the open word by what they contribute to it through the heads, or remove the marks. */
 function markSources() {
-  for (const node of document.querySelectorAll("[data-sign]")) {
+  for (const node of document.querySelectorAll("#chat [data-sign], #prompt [data-sign]")) {
     for (const name of ["style", "title", "aria-description", "data-sign"]) node.removeAttribute(name);
   }
   for (const node of document.querySelectorAll(".question:has([data-source])")) node.replaceChildren(node.textContent);
