@@ -478,7 +478,11 @@ async function start() {
     const found = target.closest("[data-token], [data-key], [data-source], button"), [[name, value] = []] = Object.entries(found?.dataset ?? {});
     ACTIONS[name]?.(value);
   });
-  id("against").addEventListener("change", () => look({ against: Number(id("against").value), head: undefined, key: undefined }));
+  id("against").addEventListener("change", () => {
+    chosen.known = false; // the sentence is about the word before
+    drawSentence();
+    look({ against: Number(id("against").value), head: undefined, key: undefined });
+  });
   id("distance").addEventListener("input", drawPairs);
   id("settings").addEventListener("close", saveSettings);
   id("import").addEventListener("change", () => load(id("import").files[0]));

@@ -202,6 +202,7 @@ function asked(turn) {
 /** Where a position is, for a sentence. */
 function whereabouts(position) {
   const turn = openTurn(), question = asked(turn).map(([one]) => one);
+  if (position === inside.by_token.length - 1) return "(the last token itself)";
   if (position >= turn.prompt.length) return "in the answer";
   if (question.includes(position)) return isText(turn) ? "in your text" : "in your question";
   return at(position).control ? "among the control tokens" : position > question.at(-1) ? "in the chat template" : "earlier in the prompt";
@@ -214,14 +215,14 @@ function drawSentence() {
   if (!known()) return;
   const [embedding, heads, mlps] = ["embedding", "heads", "mlps"].map((part) => side() * inside.effects[part]), total = losses(), own = total ?? direct();
   const [[most, layer]] = inside.layers.map((x, i) => [side() * x, i]).sort(([a], [b]) => b - a), [word, less] = pair().map(named);
-  const read = ranked(own, total ? strongest : sum).filter(([, all]) => CONTINUED.test(textAt(all.at(-1))));
-  const [first, second] = read, size = Math.abs(inside.difference);
+  const every = ranked(own, total ? strongest : sum), [first, second] = every.filter(([, all]) => CONTINUED.test(textAt(all.at(-1)))), size = Math.abs(inside.difference);
   id("sentence").append(...(side() < 0 ? ["The model preferred ", make("b", {}, word.cloneNode(true)), ". "] : []),
     heads > Math.max(mlps, embedding) ? "" : mlps > embedding ? `Most was added by the MLP layers (${signed(mlps)}; MLP ${layer}: ${signed(most)}). `
       : `Most was added by the embedding of the last token (${signed(embedding)}). `);
   const source = ([, all]) => [...wordOf(all), ` ${whereabouts(all[0])}`], lead = ([x]) => fixed(size - x), two = Math.abs(second?.[0]) > Math.abs(first?.[0]) / 2;
   if (first && total) id("sentence").append("Of the earlier words, ", ...source(first), ` matters most${first[0] < 0 ? ", against it" : ""}: if the last token did not read it, the lead over `,
-    less, ` would be ${lead(first)}, not ${fixed(size)}`, ...(two ? ["; if it did not read ", ...source(second), `, ${lead(second)}`] : []), ".");
+    less, ` would be ${lead(first)}, not ${fixed(size)}`, ...(two ? ["; if it did not read ", ...source(second), `, ${lead(second)}`] : []), ".",
+    ...(first === every[0] ? [] : [" Of all tokens, ", ...wordOf(every[0][1]), ` matters more: without it, ${lead(every[0])}.`]));
   else if (first) id("sentence").append(`Of what the heads add for it (${signed(heads)}), the largest part of a word is that of `, ...source(first), ` (${signed(first[0])}).`);
 }
 
@@ -242,7 +243,7 @@ function drawInside(found) {
   const drift = Math.abs(found.p - one.p) > 0.005 ? ` ${card.meta.exact ? "In float32" : "Computed again"}, the probability of ${named(one).textContent} is ${share(found.p)}; before the draw, faster arithmetic gave ${share(one.p)}.` : "";
   put("sums", named(word), ` is ${fixed(size)} logits ahead of ${than}: the heads add ${added(heads)}, the MLP layers ${added(mlps)}, the embedding ${added(embedding)}.${drift}`);
   if (!card.meta.exact && size < 1) put("sums", named(word), ` and ${than} are equally probable within the model’s rounding.${drift}`);
-  put("terms", "Effects are in logits, for (+) or against (−) ", named(word), `: each logit multiplies its odds over ${than} by 2.7.`);
+  put("terms", "Effects are in logits, for (+) or against (−) ", named(word), `: each logit multiplies its odds over ${than} by 2.7. Against another word, all numbers are others.`);
   put("of", `adds, of ${fixed(size)}`);
   const read = ranked(direct(), sum);
   put("by-word", ...read.slice(0, 5).flatMap(([x, all]) => [...wordOf(all), ` ${signed(x)}, `]), `all others ${signed(sum(read.slice(5).map(([x]) => x)))}.`);
@@ -306,8 +307,8 @@ function totals(part) {
   const total = found ? inside.difference - found.difference : grid?.total[layer][head];
   if (total === undefined || own === undefined) return [];
   return ["Direct ", make("b", {}, signed(side() * own)), ", total ", make("b", {}, signed(side() * total)),
-    ": without it, the lead over the other word falls by its total effect. The two differ, since later layers react, and some do its work",
-    " in its place (self-repair). The probability also depends on all other words. "];
+    ": without it, the lead over the other word falls by its total effect. The two differ, since later layers react: here they ",
+    Math.abs(total) < Math.abs(own) ? "make up for a part of it (self-repair)" : "add to it", ". The probability also depends on all other words. "];
 }
 
 // ------------------------------------------------------------------------------------------------- marks of the sources
@@ -456,6 +457,8 @@ function tab(name) {
     button.setAttribute("aria-selected", open);
     button.tabIndex = open ? 0 : -1;
   }
+  const above = id("tabs").getBoundingClientRect().top - id("panel").getBoundingClientRect().top;
+  if (above < 0) id("panel").scrollTop += above; // the beginning of a tab
   if (inside) [drawPairs, drawCurves].forEach((draw) => draw()); // a hidden chart has no width
 }
 
