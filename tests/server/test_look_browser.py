@@ -1595,7 +1595,8 @@ def test_a_vector_of_another_question_turns_the_answer(show: Open, tiny_llm: Lla
         params = SamplingParams(max_new_tokens=8, temperature=0)
         expected = generate(tiny_llm.model, prompt, params, stop_ids=stops, n_vocab=n_vocab)
         assert ids_of(patched["tokens"]) == [token.id for token in expected]
-    assert f"with the vector before layer 1 at token {position} of the other question “{other}”" in tab.inner_text(".foot")
+    vector = f"with the vector before layer 1 at token {position} of the other question “{other}”"
+    assert vector in tab.inner_text(".foot")
     tab.evaluate("step(path().at(-1), -1)")
     open_token(tab, turn, 0)
     compare("What is a llama then?")
