@@ -1145,7 +1145,7 @@ def test_a_link_shows_the_same_view_in_another_browser(browser: Browser, show: O
     brief, whole = (one.evaluate("openTurn().tokens.map((one) => one.top.length)") for one in (other, tab))
     assert (brief[3], {*brief[:3], *brief[4:]}) == (whole[3], {2})
     open_token(other, other.evaluate("path().at(-1)"), 1)
-    assert "for the word only that was open" in other.inner_text("#linked")
+    assert "Only for the word that was open" in other.inner_text("#linked")
     rest = sum(one["p"] for one in other.evaluate("openTurn().tokens[1].top"))
     assert other.locator("#alternatives .row").last.locator(".p").first.inner_text() == share(round(1 - rest, 4))
     assert len(other.evaluate("settled(stored().getAll())")) == 0  # a view is stored when it is changed
@@ -1508,7 +1508,7 @@ def test_a_long_answer_streams_without_long_tasks(show: Open, tiny_gguf: Path) -
         with tab.expect_request("**/look/page") as sent:
             assert "clearllama trace" in export(tab, "html")
         assert json.loads(sent.value.post_data or "")["ids"] == ids_of(turn["tokens"])[-256:]
-        assert "without the tokens before" in tab.inner_text("#exported")
+        assert "last 256 tokens only" in tab.inner_text("#exported")
         busy = max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
         assert min(longest) <= 100 * busy
 

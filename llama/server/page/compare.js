@@ -5,8 +5,8 @@ let comparing = null; // {turn, i, question, other: ids, abort, found, cell: [la
 
 function openCompare() {
   comparing = { turn: openTurn(), i: chosen.i };
-  put("compare-about", "Change a word of the question, so that the answer has another word in the place of ", make("b", {}, named(openWord())),
-    ". The word is changed in the answer before it, too.");
+  put("compare-about", "Change a word of the question so that the answer says another word than ", make("b", {}, named(openWord())),
+    ". The change is also made in the answer before it.");
   id("other-question").value = comparing.turn.question;
   drawPatches();
   put("compare-status");
@@ -79,7 +79,7 @@ function drawPatches() {
   if (!found) return;
   const [theirs, ours] = found.answers.map(named), T = found.target.length, first = found.target.findIndex((one, t) => one.id !== found.source[t].id);
   const rows = Array.from({ length: T - first }, (_, k) => first + k), [there, here] = found.differences;
-  put("compare-reads", "After this question, ", ours, ` is ${lead(-here)} `, theirs, "; after the other one, ", lead(-there), ". A cell shows how much of the way one vector moves it: ",
+  put("compare-reads", "After this question, ", ours, ` is ${lead(-here)} `, theirs, "; after the other one, ", lead(-there), ". A cell shows how far one vector moves this lead to the other: ",
     "white 0 %, dark 100 % or more. The ", first, " tokens before are equal, so they move nothing.");
   put("patches", make("tr", {}, make("th", {}, "this | other"), ...found.layers.map((layer, l) => make("th", { scope: "col" }, l % 5 ? "" : layer))),
     ...rows.map((t) => make("tr", {}, make("th", { scope: "row" }, both(t)), ...found.layers.map((_, l) => cell(l, t)))));

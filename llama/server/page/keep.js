@@ -72,7 +72,7 @@ const EXPORTS = {
     const notes = [last.off.length && `Not in this request: without ${last.off.map(partName).join(", ")}`,
       last.patch && "Not in this request: the vector of another question",
       !chat && response_format && "Not in this request: the JSON schema", begun.some((one) => one.thought) && "Not in this request: the given thought",
-      (given || (!chat && last.parent)) && "Given and earlier words are text here: their tokens may differ"];
+      (given || (!chat && last.parent)) && "Forced and earlier words are sent as text: their tokens may differ"];
     const secret = sessionStorage.getItem("clearllama-key") ? ' -H "Authorization: Bearer $CLEARLLAMA_API_KEY"' : "";
     return ["clearllama.sh", `${notes.filter(Boolean).map((one) => `# ${one}.\n`).join("")}curl ${location.origin}/v1/${chat ? "chat/" : ""}completions`
       + ` -H 'Content-Type: application/json'${secret} -d '${body.replaceAll("'", "'\\''")}'\n`, "text/plain"];
@@ -83,7 +83,7 @@ const EXPORTS = {
     "The file holds the conversation as shown, and opens without a server."],
 };
 const computed = (kind, last) => call(`look/${kind}`, JSON.stringify({ ids: before(last).slice(-card.meta.traced) }));
-const differs = (last) => [count() > card.meta.traced && "Computed without the tokens before: its numbers differ from those of the panel.",
+const differs = (last) => [count() > card.meta.traced && "Computed from the last 256 tokens only: its numbers differ from the panel’s.",
   last.off.length && "Computed with all heads."].filter(Boolean).join(" ");
 
 async function exportAs(kind) {
@@ -188,7 +188,7 @@ async function copyLink() {
       press("Save it as an HTML file", () => exportAs("view")), " instead. The file holds the conversation as shown.");
   }
   const href = `${location.origin}${location.pathname}#view=${text}`;
-  put("exported", make("a", { href }, "This link"), " holds the conversation as shown, and opens this view at this address.");
+  put("exported", make("a", { href }, "This link"), " holds the text as shown and the details of the open word.");
   await navigator.clipboard?.writeText(href).then(() => id("exported").append(" It is copied."), () => {});
 }
 

@@ -22,7 +22,7 @@ function drawLens() {
   const since = (rows, name) => (rows ? [`${first(rows).layer < 0 ? "from the start" : `from layer ${first(rows).layer}`} on under the ${name} lens`] : []);
   put("first", named(one), first(logit) ? ` has rank 1 ${[...since(logit, "logit"), ...since(jacobian, "Jacobian")].join(", and ")}.` : " does not have rank 1 after the last layer.");
   put("tied", tied ? "This model uses one matrix for input and output, so the input word usually reads as itself there." : "");
-  put("moved", jacobian ? `The Jacobian lens first multiplies the output of a layer by a matrix: how a change of it changes the output of the last layer, as a mean over ${
+  put("moved", jacobian ? `The Jacobian lens first multiplies the output of a layer by a matrix, which says how a change of this output changes that of the last layer, as a mean over ${
     thousands(lens)} ${lens === 1 ? "text" : "texts"}. Layers without a matrix are left out; the last layer needs none.`
     : "The server has no Jacobian lens for this model: clearllama trace --fit-lens makes one, and serve --lens uses it.");
   drawCurves();

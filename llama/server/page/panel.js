@@ -51,7 +51,7 @@ function drawWords() {
   drawSentence();
   id("take").hidden = given;
   put("linked", given ? "A word of your text: the model’s probabilities are computed now, and nothing was drawn. To change it, edit the text."
-    : one.left ? "" : "A link holds all alternatives, and what the filters did, for the word only that was open.");
+    : one.left ? "" : "Only for the word that was open, a link holds all alternatives and what the filters did.");
   const others = one.p === undefined ? [] : [{ p: rest("p"), ...(given ? {} : { q: rest("q") }) }];
   put("alternatives", ...[...top, ...others].map((other, k) => {
     const current = other.id === one.id, cutHere = other.cut && k && !top[k - 1].cut;
@@ -101,7 +101,7 @@ function look(changes = {}, view = "") {
   request = null;
   const turn = openTurn(), one = openWord();
   if (turn.model !== identity()) return wait("Another model wrote this answer, so its inside can't be computed.");
-  if (turn.patch) return wait("This answer has a vector of another question, and the inside is not computed with it.");
+  if (turn.patch) return wait("This answer uses another question’s vector, so its inside is not computed.");
   if (running) return wait("The inside is computed when the answer is complete.");
   if (!before(turn, chosen.i).length) return wait("Nothing comes before the first token, so nothing was computed.");
   chosen.against ??= rival(one)?.id;
@@ -222,8 +222,8 @@ function drawSentence() {
   const source = ([, all]) => [...wordOf(all), ` ${whereabouts(all[0])}`], lead = ([x]) => fixed(size - x), two = Math.abs(second?.[0]) > Math.abs(first?.[0]) / 2;
   if (first && total) id("sentence").append("Of the earlier words, ", ...source(first), ` matters most${first[0] < 0 ? ", against it" : ""}: if the last token did not read it, the lead over `,
     less, ` would be ${lead(first)}, not ${fixed(size)}`, ...(two ? ["; if it did not read ", ...source(second), `, ${lead(second)}`] : []), ".",
-    ...(first === every[0] ? [] : [" Of all tokens, ", ...wordOf(every[0][1]), ` matters more: without it, ${lead(every[0])}.`]));
-  else if (first) id("sentence").append(`Of what the heads add for it (${signed(heads)}), the largest part of a word is that of `, ...source(first), ` (${signed(first[0])}).`);
+    ...(first === every[0] ? [] : [" Among all tokens, ", ...wordOf(every[0][1]), ` matters most: unread, the lead is ${lead(every[0])}.`]));
+  else if (first) id("sentence").append(`The heads add ${signed(heads)} for it; among the words, `, ...source(first), ` has the largest part (${signed(first[0])}).`);
 }
 
 function drawInside(found) {
@@ -240,10 +240,10 @@ function drawInside(found) {
   put("this", side() < 0 ? "Why not " : "Why ", named(one), side() < 0 ? ", but " : ", not ");
   put("against", ...rivals(one).map((rival) => make("option", { value: rival.id }, spelled(rival).textContent)));
   id("against").value = chosen.against;
-  const drift = Math.abs(found.p - one.p) > 0.005 ? ` ${card.meta.exact ? "In float32" : "Computed again"}, the probability of ${named(one).textContent} is ${share(found.p)}; before the draw, faster arithmetic gave ${share(one.p)}.` : "";
+  const drift = Math.abs(found.p - one.p) > 0.005 ? ` ${card.meta.exact ? "In float32" : "Computed again"}, the probability of ${named(one).textContent} is ${share(found.p)}; the answer’s faster arithmetic gave ${share(one.p)}.` : "";
   put("sums", named(word), ` is ${fixed(size)} logits ahead of ${than}: the heads add ${added(heads)}, the MLP layers ${added(mlps)}, the embedding ${added(embedding)}.${drift}`);
-  if (!card.meta.exact && size < 1) put("sums", named(word), ` and ${than} are equally probable within the model’s rounding.${drift}`);
-  put("terms", "Effects are in logits, for (+) or against (−) ", named(word), `: each logit multiplies its odds over ${than} by 2.7. Against another word, all numbers are others.`);
+  if (!card.meta.exact && size < 1) put("sums", named(word), ` and ${than} are too close for the model’s rounding.${drift}`);
+  put("terms", "Effects are in logits, for (+) or against (−) ", named(word), `: one logit more multiplies the odds of the word over ${than} by 2.7. Another comparison word changes all numbers.`);
   put("of", `adds, of ${fixed(size)}`);
   const read = ranked(direct(), sum);
   put("by-word", ...read.slice(0, 5).flatMap(([x, all]) => [...wordOf(all), ` ${signed(x)}, `]), `all others ${signed(sum(read.slice(5).map(([x]) => x)))}.`);
@@ -307,8 +307,8 @@ function totals(part) {
   const total = found ? inside.difference - found.difference : grid?.total[layer][head];
   if (total === undefined || own === undefined) return [];
   return ["Direct ", make("b", {}, signed(side() * own)), ", total ", make("b", {}, signed(side() * total)),
-    ": without it, the lead over the other word falls by its total effect. The two differ, since later layers react: here they ",
-    Math.abs(total) < Math.abs(own) ? "make up for a part of it (self-repair)" : "add to it", ". The probability also depends on all other words. "];
+    ": without this part, the lead falls by the total. The two differ, since later layers react: here these layers ",
+    Math.abs(total) < Math.abs(own) ? "make up for some of the loss (self-repair)" : "add to the loss", ". The probability also depends on all other words. "];
 }
 
 // ------------------------------------------------------------------------------------------------- marks of the sources
@@ -403,7 +403,7 @@ const PANEL = {
 function drawHead() {
   const { head: at_, weights, key: k, scores } = inside.head, name = at_.join("."), S = weights.length, shade = ramp();
   put("head-title", `Head ${name}`, make("small", {}, ` layer ${at_[0]}, head ${at_[1]}`));
-  put("head-reads", "From ", ...placed(S - 1), ", where the next word was ", named(at(S)), ", it looked at ", ...placed(k), " with weight ",
+  put("head-reads", "At ", ...placed(S - 1), ", before ", named(at(S)), ", this head looked at ", ...placed(k), " with weight ",
     make("b", {}, share(weights[k])), ...(k ? [" and at the first token, ", named(at(0)), `, with ${share(weights[0])}`] : []), ". ",
     ...contributed(at_), ...totals(at_));
   const most = Math.max(...weights);
