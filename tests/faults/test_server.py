@@ -956,7 +956,7 @@ def test_a_signal_ends_the_server_after_the_accepted_answers(
     forked: Forked, tiny_gguf: Path, number: signal.Signals
 ) -> None:
     server: Any = Command(forked, tiny_gguf)
-    body = {**LONG, "prompt": "a secret", "max_tokens": 25}
+    body = {**LONG, "prompt": "a secret", "max_tokens": 100}
     with ThreadPoolExecutor() as pool, connect(server), connect(server, GET):  # open connections don't delay it
         answers = [pool.submit(ask, server, TEXT, {**body, "stream": i == 0}) for i in range(4)]
         until(lambda: sum(gauges(server)) == 4)

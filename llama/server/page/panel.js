@@ -222,7 +222,7 @@ function drawSentence() {
   const source = ([, all]) => [...wordOf(all), ` ${whereabouts(all[0])}`], lead = ([x]) => fixed(size - x), two = Math.abs(second?.[0]) > Math.abs(first?.[0]) / 2;
   if (first && total) id("sentence").append("Of the earlier words, ", ...source(first), ` matters most${first[0] < 0 ? ", against it" : ""}: if the last token did not read it, the lead over `,
     less, ` would be ${lead(first)}, not ${fixed(size)}`, ...(two ? ["; if it did not read ", ...source(second), `, ${lead(second)}`] : []), ".",
-    ...(first === every[0] ? [] : [" Among all tokens, ", ...wordOf(every[0][1]), ` matters most: unread, the lead is ${lead(every[0])}.`]));
+    ...(first === every[0] ? [] : [" Among all tokens, ", ...wordOf(every[0][1]), `  has the largest effect: unread, the lead is ${lead(every[0])}.`]));
   else if (first) id("sentence").append(`The heads add ${signed(heads)} for it; among the words, `, ...source(first), ` has the largest part (${signed(first[0])}).`);
 }
 
@@ -241,7 +241,7 @@ function drawInside(found) {
   put("against", ...rivals(one).map((rival) => make("option", { value: rival.id }, spelled(rival).textContent)));
   id("against").value = chosen.against;
   const drift = Math.abs(found.p - one.p) > 0.005 ? ` ${card.meta.exact ? "In float32" : "Computed again"}, the probability of ${named(one).textContent} is ${share(found.p)}; the answer’s faster arithmetic gave ${share(one.p)}.` : "";
-  put("sums", named(word), ` is ${fixed(size)} logits ahead of ${than}: the heads add ${added(heads)}, the MLP layers ${added(mlps)}, the embedding ${added(embedding)}.${drift}`);
+  put("sums", named(word), ` is ${fixed(size)}  logits ahead of ${than}: together, the heads add ${added(heads)}, the MLP layers ${added(mlps)}, the embedding ${added(embedding)}.${drift}`);
   if (!card.meta.exact && size < 1) put("sums", named(word), ` and ${than} are too close for the model’s rounding.${drift}`);
   put("terms", "Effects are in logits, for (+) or against (−) ", named(word), `: one logit more multiplies the odds of the word over ${than} by 2.7. Another comparison word changes all numbers.`);
   put("of", `adds, of ${fixed(size)}`);
