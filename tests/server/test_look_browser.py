@@ -1022,7 +1022,7 @@ def test_the_exported_curl_command_gets_the_same_answer(show: Open) -> None:
     branch = settle(tab)
     tab.click("#open-export")
     command = export(tab, "curl")
-    assert command.startswith("# Given and earlier words are text here: their tokens may differ.\ncurl http")
+    assert command.startswith("# Forced and earlier words are sent as text: their tokens may differ.\ncurl http")
     assert "Zebra" + sent_by(command) == tab.evaluate("textOf(path().at(-1).tokens)")
     tab.keyboard.press("Escape")
     open_token(tab, branch, 1)
