@@ -26,7 +26,7 @@ from .hooks import Place, activations, patch, transformer
 from .trace import head_readouts, readout_of, sink
 
 STEP = 256  # tokens that all layers compute in one step, at most, as in a chunk of a prompt
-ROWS = 2**14  # keys of all rows of a pass together
+ROWS = 2**12  # keys of all rows of a pass together; with more, allocating memory takes longer than computing
 
 
 @dataclass(frozen=True)
