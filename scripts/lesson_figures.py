@@ -1,4 +1,4 @@
-"""Pictures that the lessons show without code: a lesson names one in a line of its own, as <!-- figure NAME -->."""
+"""Pictures of the lessons that belong to no topic of the study, and `find`, which knows all pictures by name."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from llama.study import measures
+from llama.study import measures, topics
 from llama.study.figure import Data, Figure, columns, draw_lines
-from llama.study.topics import example, order, ppl, scale, sqrtd
+from llama.study.topics import order, ppl, scale
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -143,7 +143,7 @@ def divisors_data() -> Data:
     return {name: column[rows] for name, column in data.items()}
 
 
-# ------------------------------------------------------------------------------------------------ lesson 8: the bound
+# ------------------------------------------------------------------------------------------------ lesson 9: the bound
 def decay_data() -> Data:
     """line, distance (tokens), value: the bound for 64 pairs / its value at 0, and the score of a built key."""
     rows: list[tuple[object, ...]] = []
@@ -173,8 +173,6 @@ def decay_draw(data: Data, canvas: Canvas) -> None:
 FIGURES = {
     figure.name: figure
     for figure in (
-        example.TOPIC.figure("example"),
-        sqrtd.TOPIC.figure("sqrtd"),
         Figure(
             "dogs",
             "The output of attention for the word dog, eight numbers. Without positions it is the same in both"
@@ -222,3 +220,9 @@ FIGURES = {
         ),
     )
 }
+
+
+def find(name: str) -> Figure:
+    """The picture of that name: one of this file, or of a topic."""
+    known = {figure.name: figure for topic in topics.TOPICS for figure in topics.find(topic).figures}
+    return (known | FIGURES)[name]

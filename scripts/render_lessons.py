@@ -5,11 +5,16 @@
     python scripts/render_lessons.py --check     write nothing; exit code 1 if a committed file is stale
 
 A lesson is a Markdown file. Its ```python blocks are its cells and run in order, in one process and one namespace.
-After each block stands what it printed and the figure that its last line returned, between two comments; this part is
-replaced by every run. A comment that begins with <!-- check and ends with a line --> holds assertions: they run like a
-cell, but no reader sees them, and later blocks don't see their names. A line <!-- figure NAME --> shows a picture of
-scripts/lesson_figures.py. Figures go to docs/learn/figures, light and dark, notebooks to docs/learn/notebooks. In
-docs/learn/explain.md the output of each `$ clearllama` command is replaced.
+After each block stands what it printed, between two comments; this part is replaced by every run. Other comments say
+what else a lesson contains:
+
+    <!-- check ... -->         assertions: they run like a cell, but no reader sees them, nor later blocks their names
+    <!-- figure NAME: alt -->  a picture of a topic or of scripts/lesson_figures.py, with its alternative text
+    <!-- task -->              the next block is a function to write, and the block after it the test
+    <!-- solution -->          the next block is the function, folded; here it takes the place of the task
+
+A test that passes with the task as it stands is an error. Figures go to docs/learn/figures, light and dark, and
+notebooks to docs/learn/notebooks. In docs/learn/explain.md the output of each `$ clearllama` command is replaced.
 """
 
 from __future__ import annotations
@@ -17,13 +22,14 @@ from __future__ import annotations
 import argparse
 import ast
 import io
+import itertools
 import json
 import linecache
 import re
 import shlex
 import sys
 from contextlib import chdir, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +47,8 @@ EXPLAIN, ONE_FILE = LEARN / "explain.md", LEARN / "one-file.md"
 OUTPUT = re.compile(r"\n<!-- output -->\n.*?\n<!-- end of output -->\n", re.DOTALL)
 OPEN = re.compile(r"\n<!-- open -->\n.*?\n<!-- end of open -->\n", re.DOTALL)
 CELL = re.compile(
-    r"^```python\n(?P<code>.*?)^```\n|^<!-- check\n(?P<check>.*?)^-->\n|^<!-- figure (?P<figure>\w+) -->\n",
+    r"^(?:<!-- (?P<role>task|solution) -->\n)?```python\n(?P<code>.*?)^```\n|^<!-- check\n(?P<check>.*?)^-->\n"
+    r"|^<!-- figure (?P<figure>\w+): (?P<alt>.*?) -->\n",
     re.DOTALL | re.MULTILINE,
 )
 CONSOLE = re.compile(r"(?<=^```console\n)\$ clearllama (.*)\n(?:.*\n)*?(?=^```$)", re.MULTILINE)
@@ -54,10 +61,11 @@ INSTALL = "# once: pip install -e '.[study]' in a checkout, or pip install 'FILE
 class Cell:
     """One part of a lesson."""
 
-    kind: str  # "markdown", "code", "check": code out of sight, or "figure": a picture of lesson_figures without code
+    kind: str  # "markdown", "code", "check": code out of sight, "task", "solution", or "figure"
     source: str
     printed: str = ""
-    figures: list[Figure] = field(default_factory=list)
+    figure: Figure | None = None
+    alt: str = ""
 
 
 def lessons() -> list[Path]:
@@ -77,18 +85,19 @@ def parse(text: str) -> list[Cell]:
     for match in CELL.finditer(text):
         cells.append(Cell("markdown", text[end : match.start()]))
         if name := match["figure"]:
-            cells.append(Cell("figure", match[0], figures=[lesson_figures.FIGURES[name]]))
+            cells.append(Cell("figure", match[0], figure=lesson_figures.find(name), alt=" ".join(match["alt"].split())))
+        elif match["check"] is not None:
+            cells.append(Cell("check", match["check"]))
         else:
-            kind = "code" if match["check"] is None else "check"
-            cells.append(Cell(kind, match[kind]))
+            cells.append(Cell(match["role"] or "code", match["code"]))
         end = match.end()
     return [*cells, Cell("markdown", text[end:])]
 
 
 def execute(cells: list[Cell], name: str = "lesson") -> dict[str, Any]:
-    """Run the cells in order and fill in their results. Returns the names that the code defined.
+    """Run the cells in order and fill in what they print. Returns the names that the code defined.
 
-    A check sees all names, and code only those of code: a notebook has no checks.
+    A check sees all names, and code only those of code: a notebook has no checks. A solution runs in place of its task.
     """
     names: dict[str, Any] = {"__name__": name}
     hidden: dict[str, Any] = {}  # what the checks defined
@@ -96,42 +105,56 @@ def execute(cells: list[Cell], name: str = "lesson") -> dict[str, Any]:
     torch.set_num_threads(1)  # the results must not depend on the machine's cores
     torch.set_printoptions(profile="default")
     try:
-        for number, cell in enumerate(cell for cell in cells if cell.kind in ("code", "check")):
+        for number, cell in enumerate(cells):
             file = f"{name}, cell {number}"
-            lines = cell.source.splitlines(keepends=True)
-            linecache.cache[file] = (len(cell.source), None, lines, file)  # for tracebacks
-            tree = ast.parse(cell.source, file)
-            last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-            with redirect_stdout(io.StringIO()) as out:
-                visible = names if cell.kind == "code" else {**hidden, **names}
-                exec(compile(tree, file, "exec"), visible)
-                value = eval(compile(ast.Expression(last.value), file, "eval"), visible) if last else None
-                if isinstance(value, Figure):
-                    cell.figures = [value]
-                elif value is not None:
-                    print(repr(value))
-            cell.printed = out.getvalue()
-            if cell.kind == "check":
-                hidden = visible
+            if cell.kind == "code":
+                cell.printed = _run(cell.source, file, names)
+            elif cell.kind == "check":
+                hidden = {**hidden, **names}
+                _run(cell.source, file, hidden)
+            elif cell.kind == "task":
+                test, solution = (next(c for c in cells[number:] if c.kind == kind) for kind in ("code", "solution"))
+                attempt = dict(names)
+                try:
+                    _run(cell.source + test.source, file, attempt)
+                except Exception:
+                    _run(solution.source, file, names)
+                else:
+                    raise RuntimeError(f"{file}: the test of this task passes without a solution")
     finally:
         torch.set_num_threads(threads)
         torch.set_printoptions(profile="default")
     return names
 
 
+def _run(code: str, file: str, names: dict[str, Any]) -> str:
+    """Run code as a notebook does: what it printed, and the value of its last line."""
+    linecache.cache[file] = (len(code), None, code.splitlines(keepends=True), file)  # for tracebacks
+    tree = ast.parse(code, file)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    with redirect_stdout(io.StringIO()) as out:
+        exec(compile(tree, file, "exec"), names)
+        value = eval(compile(ast.Expression(last.value), file, "eval"), names) if last else None
+        if value is not None:
+            print(repr(value))
+    return out.getvalue()
+
+
 def markdown(cells: list[Cell], stem: str) -> str:
     """The lesson as it is committed: with its results, and the link to its notebook below the title."""
-    fences = {"code": "```python\n{}```\n", "check": "<!-- check\n{}-->\n"}
+    block = "```python\n{}```\n"
+    fences = {"code": block, "check": "<!-- check\n{}-->\n"}
+    fences |= {kind: f"<!-- {kind} -->\n{block}" for kind in ("task", "solution")}
     parts = []
     for cell in cells:
         parts.append(fences.get(cell.kind, "{}").format(cell.source))
         results = [f"```text\n{cell.printed.rstrip()}\n```\n"] if cell.kind == "code" and cell.printed.strip() else []
-        for figure in cell.figures:  # the caption describes it: a longer alt would be read out twice
+        if cell.figure:
             results.append(
                 "<picture>\n"
-                f'  <source media="(prefers-color-scheme: dark)" srcset="figures/{figure.name}-dark.svg">\n'
-                f'  <img alt="Figure, described below" src="figures/{figure.name}-light.svg">\n'
-                f"</picture>\n\n*{figure.caption}*\n"
+                f'  <source media="(prefers-color-scheme: dark)" srcset="figures/{cell.figure.name}-dark.svg">\n'
+                f'  <img alt="{cell.alt}" src="figures/{cell.figure.name}-light.svg">\n'
+                f"</picture>\n\n*{cell.figure.caption}*\n"
             )
         if results:
             parts.append("\n<!-- output -->\n" + "\n".join(results) + "\n<!-- end of output -->\n")
@@ -141,16 +164,22 @@ def markdown(cells: list[Cell], stem: str) -> str:
 
 def notebook(cells: list[Cell]) -> str:
     """The lesson as a notebook without results; its links and pictures are relative to docs/learn/notebooks."""
-    made = [_notebook_cell("code", INSTALL)]
+    parts = [("code", INSTALL)]
     for cell in cells:
-        text = cell.source.strip("\n")
-        if cell.kind == "figure":
-            figure = cell.figures[0]
-            text = f"![Figure, described below](../figures/{figure.name}-light.svg)\n\n*{figure.caption}*"
+        text = cell.source
+        if cell.figure:
+            text = f"![{cell.alt}](../figures/{cell.figure.name}-light.svg)\n\n*{cell.figure.caption}*\n"
         elif cell.kind == "markdown":
             text = re.sub(r"\]\((?!https?:|#)([^)]*)\)", r"](../\1)", text)
-        if text and cell.kind != "check":
-            made.append(_notebook_cell("code" if cell.kind == "code" else "markdown", text))
+        elif cell.kind == "solution":  # inside <details>
+            text = f"```python\n{text}```\n"
+        if cell.kind != "check":
+            parts.append(("code" if cell.kind in ("code", "task") else "markdown", text))
+    made = []
+    for kind, group in itertools.groupby(parts, lambda part: part[0]):
+        texts = [text for _, text in group]
+        texts = [text.strip("\n") for text in (texts if kind == "code" else ["".join(texts)])]
+        made += [_notebook_cell(kind, text) for text in texts if text]
     for number, cell in enumerate(made):
         cell["id"] = f"cell-{number}"
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
@@ -184,7 +213,7 @@ def render(lesson: Path) -> dict[Path, str]:
     cells = parse(lesson.read_text())
     execute(cells, lesson.stem)
     files = {lesson: markdown(cells, lesson.stem), LEARN / "notebooks" / f"{lesson.stem}.ipynb": notebook(cells)}
-    for figure in (figure for cell in cells for figure in cell.figures):
+    for figure in filter(None, (cell.figure for cell in cells)):
         drawn = lesson_svg.light(figure)
         files[LEARN / "figures" / f"{figure.name}-light.svg"] = drawn
         files[LEARN / "figures" / f"{figure.name}-dark.svg"] = lesson_svg.dark(drawn)

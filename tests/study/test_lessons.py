@@ -50,29 +50,50 @@ def test_a_line_of_one_file_that_its_page_lacks_or_has_otherwise_is_refused(
             annotated.annotated(render_lessons.source(page), {})
 
 
+def read_words(text: str) -> int:
+    """The words that a reader sees: not the comments, nor what belongs to a picture's file."""
+    return len(re.sub(r"<!--.*?-->|<picture>.*?</picture>", "", text, flags=re.DOTALL).split())
+
+
 @every_lesson
-def test_a_lesson_is_short_and_opens_with_a_picture(lesson: Path) -> None:
+def test_a_lesson_is_short_and_opens_with_a_picture_and_ends_with_a_task(lesson: Path) -> None:
     text = lesson.read_text()
-    assert len(text.split()) <= 1900
-    assert text.count("<details>") == text.count("</details>") <= 3
+    cells = render_lessons.parse(text)
+    assert read_words(text) <= 1500
     assert "<picture>" in text.split("\n## ")[0]
-    for picture in re.findall(r"<picture>.*?</picture>", text, re.DOTALL):
-        assert re.search(
-            r'srcset="figures/(\w+)-dark\.svg">\s*<img alt="[^"]{20,}" src="figures/\1-light\.svg"', picture
-        )
+    assert all(len(cell.alt) >= 60 and "TODO" not in cell.alt for cell in cells if cell.figure)
+    kinds = [cell.kind for cell in cells if cell.kind not in ("markdown", "check")]
+    assert kinds[-3:] == ["task", "code", "solution"] or lesson.stem.startswith("appendix")
+    assert text.count("<details>") == text.count("</details>") <= 4
 
 
 @every_lesson
-def test_assertions_run_out_of_sight(lesson: Path) -> None:
+def test_a_notebook_has_no_checks(lesson: Path) -> None:
     text = lesson.read_text()
     cells = render_lessons.parse(text)
     assert any("assert" in cell.source for cell in cells if cell.kind == "check")
-    assert not any("assert" in cell.source for cell in cells if cell.kind == "code")
     made = render_lessons.notebook(cells)
     assert made == (LEARN / "notebooks" / f"{lesson.stem}.ipynb").read_text(), "run 'python scripts/render_lessons.py'"
     assert "<!-- check" not in made
     assert json.loads(made)["nbformat"] == 4
     assert text.count("<!-- output -->") == text.count("<!-- end of output -->") > 0
+
+
+def test_a_solution_runs_in_place_of_its_task_and_a_test_that_cannot_fail_is_refused() -> None:
+    lesson = (
+        "<!-- task -->\n```python\ndef double(x): ...\n```\n```python\n{}\n```\n<details>\n\n<!-- solution -->\n"
+        "```python\ndef double(x): return 2 * x\n```\n\n</details>\n"
+    )
+    cells = render_lessons.parse(lesson.format("assert double(3) == 6\n'right'"))
+    names = render_lessons.execute(cells)
+    assert names["double"](4) == 8
+    assert [cell.printed for cell in cells if cell.kind == "code"] == ["'right'\n"]
+    kinds = [cell["cell_type"] for cell in json.loads(render_lessons.notebook(cells))["cells"]]
+    assert kinds == ["code", "code", "code", "markdown"]  # the solution stays folded
+    with pytest.raises(RuntimeError, match="passes without a solution"):
+        render_lessons.execute(render_lessons.parse(lesson.format("double(3)")))
+    with pytest.raises(AssertionError):
+        render_lessons.execute(render_lessons.parse(lesson.format("assert double(3) == 7")))
 
 
 def test_a_wrong_number_out_of_sight_makes_a_lesson_fail() -> None:
