@@ -105,7 +105,7 @@ def checkpoint(about: str) -> list[Row | Group]:
     return [
         Group(exclusive=True),
         ("model PATH_OR_NAME", str, about, {"nargs": "?", "default": argparse.SUPPRESS}),
-        ("-m --model PATH_OR_NAME", str, "the same", {"default": default_model()}),
+        ("-m --model PATH_OR_NAME", str, "the model, as an option", {"default": default_model()}),
         Group(),
     ]
 
