@@ -37,6 +37,11 @@ OPTIONS = [
     ("--no-auth", bool, "with --host: accept other machines without a key"),
     ("--name NAME", str, "the model's name in requests (default: the name of its file or folder)"),
     *((f"--{name} N", int, help, {"default": n}) for name, (n, *_, help) in NUMBERS.items()),
+    (
+        "--strict",
+        bool,
+        "refuse the fields of llama.cpp's and vLLM's servers",
+    ),
     ("--cors-origin ORIGIN", str, "origin whose pages may use the server (https://example.org); may be repeated", MANY),
     ("--thinking-budget N", int, "close the thought of an answer after N tokens, unless the request has a budget"),
     arguments.LENS,
@@ -72,7 +77,7 @@ def run(args: argparse.Namespace) -> None:
     name = args.name or loading.model_name(args.model)
     limits = Limits(slots=args.parallel, waiting=args.queue, seconds=args.timeout, tokens=args.max_tokens)
     engine, hosts = Engine(llm, limits), ["localhost", "127.0.0.1", "[::1]"] if local else None
-    app = Server(engine, name, key, lens).app(hosts, args.cors_origin)
+    app = Server(engine, name, key, lens, args.strict).app(hosts, args.cors_origin)
     server = uvicorn.Server(configuration(app, limits))
     host, port = listener.getsockname()[:2]
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -104,8 +104,15 @@ def _regex(source: Any) -> list[dict[str, Any]]:
 
 
 def _lark(source: Any) -> list[dict[str, Any]]:
-    """The answer matches a grammar in llguidance's Lark syntax."""
+    """The answer matches a grammar in llguidance's Lark syntax, or in GBNF as of llama.cpp."""
     text = _text("grammar", source)
+    if "::=" in text:
+        from llguidance.gbnf_to_lark import gbnf_to_lark
+
+        try:
+            text = gbnf_to_lark(text)
+        except Exception as error:  # it has errors of several types, and none that they share
+            raise UsageError(f"the grammar is not valid GBNF: {error}") from None
     for options in re.findall(r"^[ \t]*[?!]?[\w-]+(?:::_)?[ \t]*\[([^\]\n]*)\]", text, re.MULTILINE):
         for name, remedy in NOT_SUPPORTED.items():
             if re.search(rf"\b{name}[ \t]*=", options):

@@ -23,10 +23,12 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from ..generation.structured import warn_once
 from ..inside import trace_page
 from ..inside.jacobian import JacobianLens
 from ..text import Llama
 from .api import DISCONNECTED, Api, Format, Reply, Stream, refusal
+from .dialects import standard
 from .engine import COUNTED, Engine, Inbox, Look, Steps
 from .look import Looks
 from .openai import Chat, Completions
@@ -45,9 +47,11 @@ log = logging.getLogger(__name__)
 
 APIS: dict[str, Api] = {"/v1/chat/completions": Chat(), "/v1/completions": Completions()}
 EVENTS = Format()
+IGNORED_HEADER = "X-Clearllama-Ignored"  # names the fields of a request that have no effect
 AUTHENTICATE = {"WWW-Authenticate": "Bearer"}
 # The keys that ask for a grammar, perhaps with escapes or in UTF-16. Escapes elsewhere are text of many languages.
-MAY_HAVE_SCHEMA = re.compile(rb'(response_format|tool_choice|tools|\\u[0-9a-fA-F]{4}[a-z_]{0,14})"\s*:|\0')
+SCHEMAS = rb"response_format|tool_choice|tools|structured_outputs|guided_\w+|grammar|json_schema"
+MAY_HAVE_SCHEMA = re.compile(rb"(" + SCHEMAS + rb'|\\u[0-9a-fA-F]{4}[a-z_]{0,14})"\s*:|\0')
 # path -> file in the package. The page needs no key; what it shows does
 PAGE = {"/": "server/page/index.html"}
 SCRIPTS = ("page.js", "panel.js", "lens.js", "compare.js", "keep.js")
@@ -69,9 +73,18 @@ Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 class Server:
-    """A model behind HTTP. `model` is its name in requests; `key` the API key, or None; `lens` for its looks."""
+    """A model behind HTTP.
 
-    def __init__(self, engine: Engine, model: str, key: str | None, lens: JacobianLens | None = None):
+    model   its name in requests
+    key     the API key, or None
+    lens    for its looks
+    strict  refuse the fields of other servers than OpenAI's
+    """
+
+    def __init__(
+        self, engine: Engine, model: str, key: str | None, lens: JacobianLens | None = None, strict: bool = False
+    ):
+        self.strict = strict
         self.llm, self.engine, self.model, self.key, self.limits = engine.llm, engine, model, key, engine.limits
         self.looks, self.started = Looks(self.llm, model, lens), int(time.time())
         self.statuses: Counter[tuple[str, int]] = Counter()  # responses by path and status
@@ -120,6 +133,9 @@ class Server:
                 response = Response(status_code=DISCONNECTED)
             except Exception as failed:
                 response = refusal(failed, APIS.get(path, EVENTS))
+            if ignored := getattr(request.state, "ignored", []):
+                response.headers[IGNORED_HEADER] = ", ".join(ignored)
+                warn_once(f"requests have fields without effect: {', '.join(ignored)}")
             if isinstance(response, Stream):
                 response.ended = ended
             else:
@@ -184,11 +200,15 @@ class Server:
                         raise Full("the server is busy: too many large requests; try again later")
             # Parsing takes up to 30 times the memory of the body. A schema may take seconds, one after the other.
             async with self.compiling if MAY_HAVE_SCHEMA.search(body) else self.parsing:
-                return await asyncio.to_thread(lambda: parse(parse_body(bytes(body)), self.llm, self.model))
+                return await asyncio.to_thread(self._read, request, bytes(body), parse)
         except TimeoutError:
             raise HTTPException(408, f"the body did not arrive within {self.limits.receive:g} s") from None
         finally:
             self.received -= len(body)
+
+    def _read(self, request: Request, body: bytes, parse: Callable[[dict[str, Any], Llama, str], T]) -> T:
+        fields, request.state.ignored = standard(parse_body(body), self.strict)
+        return parse(fields, self.llm, self.model)
 
     # ----------------------------------------------------------------------------------------- the page and its looks
     async def page(self, request: Request) -> Response:

@@ -1,7 +1,7 @@
 """Parse the bodies of requests: from JSON as in OpenAI's API to prompts and their options.
 
-Every field and value is checked. One that is not supported is an error that names it. Only UNUSED fields are ignored,
-which clients send to every server and which describe the request, not the answer.
+Every field and value is checked. One that is not supported is an error that names it. The fields of other servers are
+translated before (dialects.py).
 """
 
 from __future__ import annotations
@@ -45,11 +45,14 @@ GENERATION |= dict.fromkeys(option_names("number"), object)
 STREAM_OPTIONS = {"include_usage": bool, "include_obfuscation": bool}
 SHARED = {"n": (1, MOST_ANSWERS), "stream": bool, "stream_options": STREAM_OPTIONS, "prompt_cache_key": str}
 SHARED |= GENERATION | dict.fromkeys(option_names("end"), object)
+# As in vLLM. Of the same name in dialects.py
+SHARED |= {"structured_outputs": {"json": object, "regex": str, "choice": [str], "grammar": str, "json_object": bool}}
 NAMED_SCHEMA = {"name": str, "description": str, "schema": dict, "strict": bool}
 FORMAT = {"type": str, "schema": dict, "json_schema": NAMED_SCHEMA}
 FUNCTION = {"name": Required(tool_name), "description": str, "parameters": dict, "strict": bool}
 TOOL = {"type": Required("function"), "function": Required(FUNCTION)}
 CHAT = {"messages": list, "chat_template_kwargs": dict, "response_format": FORMAT}
+CHAT |= {"add_generation_prompt": bool, "continue_final_message": bool}
 CHAT_FIELDS = CHAT | {"max_completion_tokens": TOKENS, "logprobs": bool, "top_logprobs": TOP, "tools": [TOOL]}
 CHAT_FIELDS |= {"tool_choice": object, "parallel_tool_calls": bool, **SHARED}
 PART = {"type": Required("text"), "text": Required(str)}
@@ -63,8 +66,10 @@ SOURCES_FIELDS: dict[str, Any] = {"model": object, "ids": list, "off": list}
 SOURCES_FIELDS |= {"token": Required(int), "against": Required(int)}
 GRID_FIELDS = SOURCES_FIELDS | {"mean": bool, "position": int}
 PATCH_FIELDS = {"model": object, "ids": list, "other": list, "off": list, "token": int, "against": int}
-ADDED, INNER = ("annotations", "index", "parsed", "parsed_arguments"), ("tool_calls", "function")
-UNUSED = ("user", "safety_identifier", "store", "metadata", "service_tier", "verbosity", "reasoning_effort")
+# Fields that clients and other servers add to messages, parts, calls and tools
+ADDED = ("annotations", "index", "parsed", "parsed_arguments", "cache_control", "provider_specific_fields")
+ADDED_TO_MESSAGES = ("id", "status", "timestamp", "created_at", "metadata")
+INNER = ("tool_calls", "function", "content")
 
 Heads = tuple[tuple[int, int], ...]  # (layer, head); head n_heads is the MLP layer
 
@@ -106,7 +111,7 @@ def parse_body(raw: bytes) -> dict[str, Any]:
 
 def parse_chat(body: Mapping[str, Any], llm: Llama, model: str) -> AnswerRequest:
     """Check a body of /v1/chat/completions and encode its messages. Raises a LlamaError."""
-    body = _fields(body, CHAT_FIELDS, model)
+    body = _fields({**body, "tools": _without_added(body.get("tools"))}, CHAT_FIELDS, model)
     options, call = _shared(body, llm)
     limits = {body[name] for name in ("max_tokens", "max_completion_tokens") if name in body}
     if len(limits) > 1:
@@ -122,10 +127,13 @@ def parse_chat(body: Mapping[str, Any], llm: Llama, model: str) -> AnswerRequest
     tools = [] if choice == "none" else body.get("tools", [])
     call.tools = [{"name": tool["function"]["name"]} for tool in tools]
     options["calls"] = tools
-    options["schema"], options["grammar"] = _schema(body.get("response_format", {})), forced_call(choice, tools)
-    if options["schema"] and options["grammar"]:
-        raise UsageError("response_format can't be combined with a tool_choice that requires a call")
-    more, ids = _conversation(body, tools, llm, options["grammar"] is not None)
+    forced = forced_call(choice, tools)
+    constraints = [_constraint(body.get("structured_outputs", {})), _schema(body.get("response_format", {}))]
+    constraints.append({"grammar": forced} if forced else {})
+    if sum(map(bool, constraints)) > 1:
+        raise UsageError("give one of structured_outputs, response_format and a tool_choice that requires a call")
+    options |= {name: source for constraint in constraints for name, source in constraint.items()}
+    more, ids = _conversation(body, tools, llm, forced is not None)
     options |= more
     call.jobs = _owned(body, llm.prepare(ids, options, call.n))
     return call
@@ -135,6 +143,7 @@ def parse_text(body: Mapping[str, Any], llm: Llama, model: str) -> AnswerRequest
     """Check a body of /v1/completions and encode its prompts. Raises a LlamaError."""
     body = _fields(body, TEXT_FIELDS, model)
     options, call = _shared(body, llm)
+    options |= _constraint(body.get("structured_outputs", {}))
     options["max_new_tokens"] = _limit(body.get("max_tokens", DEFAULT_TOKENS), llm)
     call.logprobs, call.top, echo = "logprobs" in body, body.get("logprobs", 0), body.get("echo", False)
     if echo and "suffix" in body:
@@ -153,7 +162,7 @@ def parse_answer(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, A
     body = _fields(body, ANSWER_FIELDS, model)
     options, _ = _shared(body, llm)
     options |= {"max_new_tokens": _limit(body.get("max_tokens", -1), llm), "continues": False}
-    options["schema"] = _schema(body.get("response_format", {}))
+    options |= _schema(body.get("response_format", {}))
     match [name for name in ("messages", "prompt", "ids") if name in body]:
         case ["messages"]:
             _, ids = _conversation(body, [], llm)
@@ -246,7 +255,7 @@ def _heads(name: str, body: Mapping[str, Any], llm: Llama, mlp: bool = True) -> 
 
 # ------------------------------------------------------------------------------------------------------------- fields
 def _fields(body: Mapping[str, Any], known: Mapping[str, Any], model: str) -> dict[str, Any]:
-    fields: dict[str, Any] = checked({name: value for name, value in body.items() if name not in UNUSED}, known)
+    fields: dict[str, Any] = checked(body, known)
     check_model(fields.get("model", model), model)
     return fields
 
@@ -334,18 +343,24 @@ def _conversation(
 ) -> tuple[dict[str, Any], list[int]]:
     """The options of the answer that depend on the messages, and their ids."""
     messages = [_message(message, f"messages[{i}]") for i, message in enumerate(body.get("messages", []))]
+    ends = continues_answer(messages)  # with an assistant's message, which the answer continues
+    if (ends, not ends) != (body.get("continue_final_message", ends), body.get("add_generation_prompt", not ends)):
+        raise UsageError(
+            "an answer continues the last message if this is the assistant's, and only then: leave out"
+            " continue_final_message and add_generation_prompt"
+        )
     more = body.get("chat_template_kwargs", {})
     _check_size(len(json.dumps([messages, tools, more], ensure_ascii=False)), llm, "characters", LONGEST_TOKEN)
     ids = llm.encode_chat(messages, tools or None, more, forced=forced)
     _check_size(len(ids), llm)
-    return {"continues": continues_answer(messages), "thoughts": llm.thoughts(ids, messages)}, ids
+    return {"continues": ends, "thoughts": llm.thoughts(ids, messages)}, ids
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:
     """A message without nulls and unused keys, with its text parts joined. `encode_chat` checks it."""
     checked(message, dict, where)
     role = {"developer": "system", "function": "tool"}.get(str(message.get("role")), message.get("role"))
-    unused = () if role in ("tool", "ipython") else ("name",)
+    unused = ADDED_TO_MESSAGES if role in ("tool", "ipython") else (*ADDED_TO_MESSAGES, "name")
     message = {key: item for key, item in _without_added(message).items() if item is not None and key not in unused}
     if role is not None:
         message["role"] = role
@@ -366,16 +381,35 @@ def _without_added(value: Any) -> Any:
     return {key: _without_added(item) if key in INNER else item for key, item in value.items() if key not in ADDED}
 
 
-def _schema(form: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The schema of the answer that a response_format asks for; None for plain text."""
+def _schema(form: Mapping[str, Any]) -> dict[str, Any]:
+    """The option that a response_format asks for; none for plain text."""
     match {"type": "text", **form}:
         case {"type": "text"}:
-            return None
+            return {}
         case {"type": "json_object"}:
-            return {"type": "object", **form.get("schema", {})}
+            return {"schema": {"type": "object", **form.get("schema", {})}}
         case {"type": "json_schema", "json_schema": {"schema": schema}}:
-            return dict(schema)
+            return {"schema": dict(schema)}
     raise UsageError(
         "response_format must be {type: text}, {type: json_object} or {type: json_schema, json_schema: {name, schema}},"
         f" got {shown(form)}"
+    )
+
+
+def _constraint(outputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The option that structured_outputs asks for."""
+    asked = {name: value for name, value in outputs.items() if (name, value) != ("json_object", False)}
+    match asked:
+        case {"json_object": True, **rest} if not rest:
+            return {"schema": {"type": "object"}}
+        case {"json": schema, **rest} if not rest:
+            return {"schema": parse_json(schema.encode(), "json", UsageError) if isinstance(schema, str) else schema}
+        case {"choice": [*choices], **rest} if choices and not rest:
+            return {"grammar": f"start: {' | '.join(map(json.dumps, choices))}"}
+        case {"regex": _, **rest} | {"grammar": _, **rest} if not rest:
+            return asked
+    if not asked:
+        return {}
+    raise UsageError(
+        f"structured_outputs must have one of json, regex, choice, grammar, json_object, got {shown(outputs)}"
     )

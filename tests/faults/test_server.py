@@ -25,6 +25,7 @@ from llama.cli import serve
 from llama.errors import LlamaError, UsageError
 from llama.server import api, app
 from llama.server.api import Format, refusal
+from llama.server.dialects import standard
 from llama.server.requests import (
     ANSWER_FIELDS,
     CHAT_FIELDS,
@@ -259,7 +260,7 @@ INNER: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "retrieval"}]}, "tools[0].type must be 'function', got 'retrieval'"),
     ({"tool_choice": "required"}, "one of the tools"),
     *(({**tool(), "tool_choice": choice}, "tool_choice") for choice in ("maybe", {"function": {"name": "other"}})),
-    ({**tool(), "tool_choice": "required", "response_format": {"type": "json_object"}}, "can't be combined"),
+    ({**tool(), "tool_choice": "required", "response_format": {"type": "json_object"}}, "give one of"),
     ({"response_format": {"type": "xml"}}, "response_format"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": 5, "schema": {}}}}, "response_format"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "include_usage"),
@@ -284,16 +285,17 @@ def test_fields_that_clients_send_and_that_change_nothing(llm: Llama) -> None:
     """A body with such a field has the prompt and the options of the body without it."""
 
     def parsed(messages: list[Any] = HELLO, **more: object) -> Any:
-        (job,) = parse_chat({"messages": messages, "max_tokens": 9, "seed": 1, **more}, llm, "tiny").jobs
+        body, _ = standard({"messages": messages, "max_tokens": 9, "seed": 1, **more})
+        (job,) = parse_chat(body, llm, "tiny").jobs
         return job.ids, job.params
 
-    fields = ["user", "safety_identifier", "store", "metadata", "service_tier", "verbosity", "reasoning_effort"]
-    assert all(parsed(**{field: value}) == parsed() for field in fields for value in ("x", True, {}, None))
     options = {"include_usage": True, "include_obfuscation": False}
     for more in ({"tools": []}, {"tool_choice": "auto"}, {"stream": True, "stream_options": options},
                  {"max_completion_tokens": 9}, {"stop": ""}, {"stop": [""]}):  # fmt: skip
         assert parsed(**more) == parsed()
-    assert parsed([{**HELLO[0], "name": "Ann", "annotations": []}]) == parsed()
+    assert parsed([{**HELLO[0], "name": "Ann", "annotations": [], "id": "m1", "refusal": None}]) == parsed()
+    part = {"type": "text", "text": HELLO[0]["content"], "cache_control": {"type": "ephemeral"}}
+    assert parsed([{"role": "user", "content": [part]}]) == parsed()
     assert parsed([{"role": "developer", "content": "x"}]) == parsed([{"role": "system", "content": "x"}])
     ends = [
         {**message, "content": "x"} for message in ({"role": "function", "name": "f"}, {"role": "tool", "name": "f"})
@@ -435,7 +437,7 @@ def test_control_strings_in_a_request_stay_text(llm: Llama) -> None:
     def controls(text: str) -> list[int]:
         parts = [{"type": "text", "text": part} for part in (text[:7], text[7:])]
         messages = [{"role": role, "content": parts} for role in ("system", "user", "assistant", "user")]
-        (job,) = parse_chat({"messages": messages, "stop": [text], "user": text}, llm, "tiny").jobs
+        (job,) = parse_chat({"messages": messages, "stop": [text]}, llm, "tiny").jobs
         return [id for id in job.ids if id in llm.tokenizer.control.values()]
 
     assert controls(CONTROL) == controls("plain") == [1, 2] * 4 + [1]

@@ -184,7 +184,7 @@ def generation(max_new_tokens: int, fallback: str) -> list[Row | Group]:
         Group("structured output", grammars, rare=True, exclusive=True),
         ("--json-schema FILE", str, "a file with a JSON schema", {"dest": "schema"}),
         ("--regex EXPRESSION", str, about["regex"]),
-        ("--grammar FILE", str, "a file with a context-free grammar in llguidance's Lark syntax"),
+        ("--grammar FILE", str, "a file with a context-free grammar: Lark, as of llguidance, or GBNF, as of llama.cpp"),
         Group("session", sessions, rare=True),
         ("--load-session FILE", str, "load a saved session; the first run may name the FILE of --save-session"),
         ("--save-session FILE", str, "save it at the end or at Ctrl-C, replacing FILE"),
