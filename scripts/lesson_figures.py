@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from llama.study import measures, topics
-from llama.study.figure import Data, Figure, columns, draw_lines
+from llama.study.figure import THIN, Data, Figure, columns, draw_lines, pair_colour
 from llama.study.topics import order, ppl, scale
 
 if TYPE_CHECKING:
@@ -143,6 +143,41 @@ def divisors_data() -> Data:
     return {name: column[rows] for name, column in data.items()}
 
 
+# -------------------------------------------------------------------------------------------------- lesson 7: clocks
+HANDS = (60, 3600, 43200)  # seconds for a turn
+CLOCKS = {"as trained": (1, 1, 1), "PI": (3, 3, 3), "NTK-aware": (1, 3**0.5, 3)}  # the divisor of each hand
+TIMES = {"10 seconds": 10, "24 hours": 86400}
+
+
+def clock_data() -> Data:
+    """time, clock, hand, period (seconds for a turn), turns of the hand since twelve o'clock."""
+    rows = [
+        (time, clock, hand, HANDS[hand] * divisor, seconds / (HANDS[hand] * divisor))
+        for time, seconds in TIMES.items()
+        for clock, divisors in CLOCKS.items()
+        for hand, divisor in enumerate(divisors)
+    ]
+    return columns(("time", "clock", "hand", "period", "turns"), rows)
+
+
+def clock_draw(data: Data, canvas: Canvas) -> None:
+    for row, time in zip(canvas.subplots(2, 3), TIMES, strict=True):
+        for axes, clock in zip(row, CLOCKS, strict=True):
+            axes.add_artist(_circle())
+            dial = np.exp(2j * np.pi * np.arange(12) / 12)
+            axes.plot(0.94 * dial.real, 0.94 * dial.imag, ".", markersize=2, color=THIN["color"])
+            chosen = (data["time"] == time) & (data["clock"] == clock)
+            for hand in (2, 1, 0):  # the fast hand is long and thin
+                tip = (0.92, 0.7, 0.45)[hand] * np.exp(2j * np.pi * (0.25 - data["turns"][chosen][hand]))
+                style = {"color": pair_colour(hand, 3), "linewidth": (1.3, 2.4, 5)[hand]}
+                axes.plot([0, tip.real], [0, tip.imag], solid_capstyle="round", **style)
+            axes.set(xlim=(-1.1, 1.1), ylim=(-1.1, 1.1), aspect="equal", xticks=[], yticks=[])
+            axes.spines[["left", "bottom"]].set_visible(False)
+            if time == "10 seconds":
+                axes.set_title(f"{clock}\n" + ", ".join(f"{period:,.0f}" for period in data["period"][chosen]))
+        row[0].set_ylabel(f"after\n{time}", rotation=0, ha="right", va="center")
+
+
 # ------------------------------------------------------------------------------------------------ lesson 9: the bound
 def decay_data() -> Data:
     """line, distance (tokens), value: the bound for 64 pairs / its value at 0, and the score of a built key."""
@@ -210,6 +245,15 @@ FIGURES = {
             divisors_data,
             scale.divisor_draw,
             size=(5.6, 3.6),
+        ),
+        Figure(
+            "clock",
+            "A clock is trained for 12 hours and used for 36. Above: the seconds that each hand needs for a turn. The"
+            " thin hand is the fastest. As trained, 24 hours look like 0. PI slows all hands by 3: after 10 seconds,"
+            " the thin hand shows 3.3. NTK-aware slows them by 1, √3 and 3: both times can be read.",
+            clock_data,
+            clock_draw,
+            size=(5.2, 3.5),
         ),
         Figure(
             "decay",
