@@ -32,7 +32,7 @@ LINES: list[dict[str, Any]] = [
     {"color": "#000000", "linestyle": "-"},
     {"color": "#b2182b", "linestyle": "--"},
     {"color": "#2166ac", "linestyle": "-."},
-    {"color": "#e08214", "linestyle": ":"},
+    {"color": "#d6760b", "linestyle": ":"},
     {"color": "#1b7837", "linestyle": (0, (5, 1, 1, 1, 1, 1))},
     {"color": "#762a83", "linestyle": (0, (1, 3))},
     {"color": "#666666", "linestyle": (0, (8, 3))},
@@ -41,7 +41,7 @@ LINES: list[dict[str, Any]] = [
     {"color": "#c51b7d", "linestyle": (0, (2, 1))},
 ]
 COLOURS = {"q": "#2166ac", "k": "#bf5600", "v": "#1b7837"}  # of queries, keys and values in every picture
-THIN: dict[str, Any] = {"color": "#999999", "linewidth": 0.8}  # of lines behind the data
+THIN: dict[str, Any] = {"color": "#8c8c8c", "linewidth": 0.8}  # of lines behind the data
 MARKERS = ["o", "s", "^", "D", "v", "x", "+", "*", "P", "<"]
 FORMATS = (".png", ".svg", ".csv")
 
