@@ -54,14 +54,7 @@ def example_draw(data: Data, canvas: Canvas) -> None:
     from matplotlib.patches import Rectangle
 
     axes = canvas.subplots()
-    between = (
-        "in pairs",
-        "a, b as a + jb",
-        "times (for all texts and heads)",
-        "equals",
-        "a + jb as a, b",
-        "flattened",
-    )
+    between = ("in pairs", "a, b as a + jb", "times (for all texts and heads)", "equals", "a + jb as a, b", "flattened")
     for step, name in enumerate(STEPS):
         chosen = np.flatnonzero(data["step"] == step)
         top = -1.35 * step
@@ -72,19 +65,14 @@ def example_draw(data: Data, canvas: Canvas) -> None:
         for at in chosen:
             width, marked = 2 if data["complex"][at] else 1, bool(data["marked"][at])
             left = width * int(data["cell"][at])
-            colour = pair_colour(left // 2, 4)
             air = 0.06 if name.startswith("pairs") else 0.0  # a gap between pairs, not within one
-            axes.add_patch(
-                Rectangle(
-                    (left + (air if left % 2 == 0 else 0.0), top - 0.3),
-                    width - air,
-                    0.75,
-                    facecolor="#e6dcef" if marked else "white",
-                    edgecolor=colour,
-                    linewidth=3 if marked else 1.4,
-                    zorder=2 if marked else 1,
-                )
-            )
+            corner = (left + (air if left % 2 == 0 else 0.0), top - 0.3)
+            box = Rectangle(corner, width - air, 0.75, edgecolor=pair_colour(left // 2, 4))
+            if marked:
+                box.set(facecolor="#e6dcef", linewidth=3, zorder=2)
+            else:
+                box.set(facecolor="white", linewidth=1.4)
+            axes.add_patch(box)
             digits = 0 if step < 3 else 5 if name == "freqs_cis" else 4
             words = f"{data['real'][at]:.{digits}f}"
             words += f"{data['imaginary'][at]:+.{digits}f}j" if width == 2 else ""

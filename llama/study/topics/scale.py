@@ -17,7 +17,7 @@ from ...checkpoint import open_checkpoint
 from ...config import ModelConfig
 from ...errors import UsageError
 from ...rope_scaling import inverse_frequencies, kind_of, reach, trained_length
-from ..figure import Axes, Canvas, Data, Figure, draw_lines, pair_colour
+from ..figure import Axes, Canvas, Data, Figure, draw_lines, legend_above, pair_colour
 from ..measures import seen_arc, stretching, turns, wavelengths
 from ..perplexity import folder_of
 from ..report import Report, Table
@@ -207,8 +207,6 @@ def seen_arc_data(head_dim: int = 128, theta: float = 10000.0, context: int = 20
 
 def seen_arc_draw(data: Data, canvas: Canvas) -> None:
     """One row per method, one circle per pair: the seen arc is filled, the met arc a ring, and new angles hatched."""
-    from matplotlib.patches import Patch
-
     methods, pairs = list(dict.fromkeys(data["method"])), list(dict.fromkeys(data["pair"]))
     grid = canvas.subplots(len(methods), len(pairs), squeeze=False)
     for axes, pair, seen, met in zip(grid.flat, data["pair"], data["seen"].tolist(), data["met"].tolist(), strict=True):
@@ -217,15 +215,7 @@ def seen_arc_draw(data: Data, canvas: Canvas) -> None:
         row[0].text(-1.6, 0, method, ha="right", va="center", fontsize=9)
     for axes, pair in zip(grid[0], pairs, strict=True):
         axes.set_title(f"pair {pair}")
-    handles = [
-        Patch(facecolor=pair_colour(1, 2), label="angles met in training"),
-        Patch(facecolor="none", edgecolor="#000000", label="ring: angles met now"),
-        Patch(label="new angles", **NEW),
-    ]
-    canvas.legend(handles=handles, loc="outside upper center", ncols=3, columnspacing=1, handlelength=1.5)
-
-
-NEW: dict[str, Any] = {"facecolor": "none", "edgecolor": "#b2182b", "hatch": "/////", "lw": 0}
+    legend_above(canvas, grid[0][-1], 3)
 
 
 def _circle(axes: Axes, seen: float, met: float, colour: str) -> None:
@@ -233,10 +223,12 @@ def _circle(axes: Axes, seen: float, met: float, colour: str) -> None:
 
     degrees, new = 180 / math.pi, met > seen * (1 + 1e-6)
     axes.add_patch(Wedge((0, 0), 1, 0, 360, facecolor="none", edgecolor="#999999", linewidth=0.6))
-    axes.add_patch(Wedge((0, 0), 1, 0, seen * degrees, facecolor=colour, edgecolor="none"))
+    axes.add_patch(Wedge((0, 0), 1, 0, seen * degrees, facecolor=colour, edgecolor="none", label="met in training"))
     if new:
-        axes.add_patch(Wedge((0, 0), 1, seen * degrees, met * degrees, **NEW))
-    axes.add_patch(Wedge((0, 0), 1.18, 0, met * degrees, width=0.01, facecolor="none", edgecolor="#000000", lw=1.2))
+        red: dict[str, Any] = {"facecolor": "none", "edgecolor": "#b2182b", "hatch": "////", "lw": 0}
+        axes.add_patch(Wedge((0, 0), 1, seen * degrees, met * degrees, **red, label="new"))
+    ring: dict[str, Any] = {"width": 0.01, "facecolor": "none", "edgecolor": "#000000", "lw": 1.2}
+    axes.add_patch(Wedge((0, 0), 1.18, 0, met * degrees, **ring, label="ring: met in the longer text"))
     full = 2 * math.pi - 1e-9
     words = "all seen" if seen >= full else f"{seen:.2g},\nthen " + ("all" if met >= full else f"{met:.2g}")
     axes.text(0, -1.32, words, ha="center", va="top", fontsize=8, color="#b2182b" if new else "#000000")

@@ -117,7 +117,7 @@ def digits_draw(data: Data, canvas: Canvas) -> None:
         for row, column in np.ndindex(16, 4):
             value = values[row, column]
             shown = f"{value:.0f}" if panel == "bits" else f"{value:+.2f}"
-            dark = (value - least) / (1 - least) < 0.45
+            dark = (value - least) / (1 - least) < 0.53
             axes.text(column, row, shown, ha="center", va="center", color="white" if dark else "black", fontsize=8)
         axes.set_xticks(range(4), [f"{i}\n{period:.4g}" for i, period in enumerate(data["period"][chosen][:4])])
         axes.set_yticks(range(16))
