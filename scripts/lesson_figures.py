@@ -198,6 +198,21 @@ def quarter_draw(data: Data, canvas: Canvas) -> None:
         axes.set_ylabel(f"distance\n{distance}", rotation=0, ha="right", va="center")
 
 
+# --------------------------------------------------------------------------------------- lesson 8: published models
+def published_data() -> Data:
+    """The columns of `divisors`, for three models of D = 128, base 500,000 and 8,192 trained tokens."""
+    stretch = scale.Stretch(128, 500000.0, 8192, 8.0)
+    plain, many = stretch.frequencies(), scale.Stretch(128, 500000.0, 8192, 32.0)
+    lines = {
+        "Llama 3.1 8B: llama3, factor 8": stretch.frequencies("llama3"),
+        "Llama 3.2 3B: llama3, factor 32": many.frequencies("llama3"),
+        "OLMo 3 7B: YaRN, factor 8": stretch.frequencies("yarn"),
+    }
+    slow = stretch.slow().tolist()
+    rows = [(name, i, float(plain[i] / w[i]), slow[i]) for name, w in lines.items() for i in range(len(plain))]
+    return columns(("method", "pair", "divisor", "slow"), rows)
+
+
 # ------------------------------------------------------------------------------------------------ lesson 9: the bound
 def decay_data() -> Data:
     """line, distance (tokens), value: the bound for 64 pairs / its value at 0, and the score of a built key."""
@@ -284,6 +299,14 @@ FIGURES = {
             quarter_data,
             quarter_draw,
             size=(5.2, 3.0),
+        ),
+        Figure(
+            "published",
+            "Divisor of each frequency in three models with 64 pairs, base 500,000 and trained length 8,192. Shaded:"
+            " the slow pairs.",
+            published_data,
+            scale.divisor_draw,
+            size=(5.6, 3.6),
         ),
         Figure(
             "decay",
