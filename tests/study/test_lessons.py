@@ -130,10 +130,11 @@ def test_the_figures_are_small_and_used_and_both_themes_are_one_picture() -> Non
 
 
 def test_the_course_lists_every_lesson_and_papers_are_linked_by_their_numbers() -> None:
-    rows = re.findall(r"^\| \[((?:\d+|Appendix)\. .*?)\]\((.*?)\) \|", README, re.MULTILINE)
-    assert [file for _, file in rows] == [lesson.name for lesson in LESSONS]
-    for title, file in rows:
+    rows = re.findall(r"^\| \[((?:\d+|Appendix)\. .*?)\]\((.*?)\) \| (\d+) \|", README, re.MULTILINE)
+    assert [file for _, file, _ in rows] == [lesson.name for lesson in LESSONS]
+    for title, file, minutes in rows:
         text = (LEARN / file).read_text()
+        assert 0 <= int(minutes) - read_words(text) / 150 <= 2, title  # the cells take less than a minute
         assert text.startswith(f"# {title}\n")
         for id, url in re.findall(r"arXiv:(\d{4}\.\d{5})\]\((.*?)\)", text):
             assert url == f"https://arxiv.org/abs/{id}"
