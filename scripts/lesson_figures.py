@@ -46,6 +46,19 @@ def dogs_draw(data: Data, canvas: Canvas) -> None:
     legend_above(canvas, panels[0], 2)
 
 
+# ------------------------------------------------------------------------------- lesson 2: the product of two codes
+def codes_product_data() -> Data:
+    """distance (positions), product: p_s · p_t of sinusoidal codes of width 128."""
+    codes = measures.sinusoids(torch.arange(401), 128)  # (N, C)
+    return columns(("distance", "product"), enumerate((codes @ codes[0]).tolist()))
+
+
+def codes_product_draw(data: Data, canvas: Canvas) -> None:
+    axes = canvas.subplots()
+    axes.plot(data["distance"], data["product"], color="#000000", linewidth=1.2)
+    axes.set(xlim=(0, 400), ylim=(0, 66), xlabel="distance t - s (positions)", ylabel="$p_s \\cdot p_t$")
+
+
 # ----------------------------------------------------------------------------------------------- lesson 4: two arrows
 Q, K, STEP = np.array([1.0, 0.35]), np.array([0.9, 1.1]), 0.35  # one query, one key; radians per position
 
@@ -259,6 +272,13 @@ FIGURES = {
             arrows_data,
             arrows_draw,
             size=(6.4, 2.35),
+        ),
+        Figure(
+            "codes_product",
+            "The dot product of two codes of width 128 by their distance: on the whole it falls, but in waves.",
+            codes_product_data,
+            codes_product_draw,
+            size=(5.6, 2.8),
         ),
         Figure(
             "block",
