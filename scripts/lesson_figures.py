@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from llama.study import measures, topics
-from llama.study.figure import Data, Figure, columns, draw_lines
+from llama.study.figure import COLOURS, THIN, Data, Figure, columns, draw_lines, legend_above, pair_colour
 from llama.study.topics import order, ppl, scale
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def dogs_draw(data: Data, canvas: Canvas) -> None:
     panels = canvas.subplots(1, 2, sharey=True)
     for axes, rope in zip(panels, (False, True), strict=True):
         for sentence, (words, style) in enumerate(
-            (("dog is chasing cat", "#2166ac"), ("cat is chasing dog", "#e08214"))
+            (("dog is chasing cat", "#000000"), ("cat is chasing dog", "#b2182b"))
         ):
             rows = (data["rope"] == rope) & (data["sentence"] == sentence)
             axes.bar(data["entry"][rows] + 0.4 * sentence - 0.2, data["value"][rows], 0.38, color=style, label=words)
@@ -43,7 +43,7 @@ def dogs_draw(data: Data, canvas: Canvas) -> None:
         axes.set_xlabel('entry of the output of "dog"')
         axes.set_xticks(range(8))
     panels[0].set_ylabel("value")
-    panels[1].legend(loc="upper right")
+    legend_above(canvas, panels[0], 2)
 
 
 # ----------------------------------------------------------------------------------------------- lesson 4: two arrows
@@ -69,10 +69,8 @@ def arrows_draw(data: Data, canvas: Canvas) -> None:
         between = np.angle(k / q) * np.linspace(0, 1, 25)
         sector = 0.5 * q / abs(q) * np.exp(1j * between)
         axes.fill([0, *sector.real], [0, *sector.imag], color="#cccccc", linewidth=0)
-        for name, tip, colour, face, width in (
-            ("k", k, "#000000", "#ffffff", 1.2),
-            ("q", q, "#2166ac", "#2166ac", 2.6),
-        ):
+        for name, tip, face, width in (("k", k, "#ffffff", 1.6), ("q", q, COLOURS["q"], 2.6)):
+            colour = COLOURS[name]
             how = {"arrowstyle": "-|>", "ec": colour, "fc": face, "lw": width, "mutation_scale": 14}
             axes.annotate("", (tip.real, tip.imag), (0, 0), arrowprops={**how, "shrinkA": 0, "shrinkB": 0})
             letter = tip * (1 + 0.3 / abs(tip))
@@ -94,10 +92,10 @@ def _circle() -> Any:
 
 
 # ------------------------------------------------------------------------------------ lesson 6: the way of q, k, v
-BOXES = (  # x, y, text, marked: from top to bottom, narrow enough for a phone
-    (1.5, 6.0, "x", 0), (0.3, 5.0, "wq", 0), (1.5, 5.0, "wk", 0), (2.7, 5.0, "wv", 0), (0.3, 4.0, "RoPE", 1),
-    (1.5, 4.0, "RoPE", 1), (1.5, 3.0, "cache of k", 0), (2.7, 3.0, "cache of v", 0),
-    (0.9, 2.0, "softmax(q · k / √D)", 0), (1.8, 1.0, "weighted sum", 0), (1.8, 0.0, "wo", 0),
+BOXES = (  # x, y, text, whose it is: from top to bottom, narrow enough for a phone
+    (1.5, 6.0, "x", ""), (0.3, 5.0, "wq", "q"), (1.5, 5.0, "wk", "k"), (2.7, 5.0, "wv", "v"), (0.3, 4.0, "RoPE", "q"),
+    (1.5, 4.0, "RoPE", "k"), (1.5, 3.0, "cache of k", "k"), (2.7, 3.0, "cache of v", "v"),
+    (0.9, 2.0, "softmax(q · k / √D)", ""), (1.8, 1.0, "weighted sum", ""), (1.8, 0.0, "wo", ""),
 )  # fmt: skip
 WAYS = (  # from one box to another, and what goes there
     (0, 1, ""), (0, 2, ""), (0, 3, ""), (1, 4, "q"), (2, 5, "k"), (3, 7, "v"), (5, 6, "k'"), (4, 8, "q'"), (6, 8, ""),
@@ -108,26 +106,26 @@ WAYS = (  # from one box to another, and what goes there
 def block_data() -> Data:
     """The boxes of the drawing."""
     return {
-        name: np.array(column)
-        for name, column in zip(("x", "y", "text", "marked"), zip(*BOXES, strict=True), strict=True)
+        name: np.array(column) for name, column in zip(("x", "y", "text", "of"), zip(*BOXES, strict=True), strict=True)
     }
 
 
 def block_draw(data: Data, canvas: Canvas) -> None:
     axes = canvas.subplots()
     boxes = []
-    for x, y, text, marked in zip(*data.values(), strict=True):
-        box = {"boxstyle": "round,pad=0.45", "facecolor": "#fddbc7" if marked else "#f0f0f0", "edgecolor": "#555555"}
-        weight = "bold" if marked else "normal"
+    for x, y, text, of in zip(*data.values(), strict=True):
+        face, weight = ("#e6dcef", "bold") if text == "RoPE" else ("#f0f0f0", "normal")
+        edge = COLOURS.get(of, "#555555")
+        box = {"boxstyle": "round,pad=0.45", "facecolor": face, "edgecolor": edge, "linewidth": 1.5}
         boxes.append(axes.text(x, y, text, ha="center", va="center", bbox=box, weight=weight, zorder=3))
     axes.set(xlim=(-0.2, 3.3), ylim=(-0.4, 6.4))
     axes.axis("off")
     for a, b, word in WAYS:
-        (x, y), end = BOXES[a][:2], BOXES[b][:2]
+        (x, y), end, colour = BOXES[a][:2], BOXES[b][:2], COLOURS.get(BOXES[a][3] or BOXES[b][3], "#777777")
         ends = {"patchA": boxes[a].get_bbox_patch(), "patchB": boxes[b].get_bbox_patch(), "shrinkA": 0, "shrinkB": 2}
-        axes.annotate("", end, (x, y), arrowprops={"arrowstyle": "-|>", "color": "#888888", **ends})
+        axes.annotate("", end, (x, y), arrowprops={"arrowstyle": "-|>", "color": colour, "lw": 1.5, **ends})
         if word:
-            axes.text(x + 0.1 + 0.15 * (end[0] > x), y - 0.55, word, style="italic")
+            axes.text(x + 0.1 + 0.15 * (end[0] > x), y - 0.55, word, style="italic", color=colour, fontsize=11)
 
 
 # ------------------------------------------------------------------------------------------ lesson 7: five methods
@@ -141,6 +139,63 @@ def divisors_data() -> Data:
     data = scale.divisor_data()
     rows = data["method"] != "dynamic"
     return {name: column[rows] for name, column in data.items()}
+
+
+# -------------------------------------------------------------------------------------------------- lesson 7: clocks
+HANDS = (60, 3600, 43200)  # seconds for a turn
+CLOCKS = {"as trained": (1, 1, 1), "PI": (3, 3, 3), "NTK-aware": (1, 3**0.5, 3)}  # the divisor of each hand
+TIMES = {"10 seconds": 10, "24 hours": 86400}
+
+
+def clock_data() -> Data:
+    """time, clock, hand, period (seconds for a turn), turns of the hand since twelve o'clock."""
+    rows = [
+        (time, clock, hand, HANDS[hand] * divisor, seconds / (HANDS[hand] * divisor))
+        for time, seconds in TIMES.items()
+        for clock, divisors in CLOCKS.items()
+        for hand, divisor in enumerate(divisors)
+    ]
+    return columns(("time", "clock", "hand", "period", "turns"), rows)
+
+
+def clock_draw(data: Data, canvas: Canvas) -> None:
+    for row, time in zip(canvas.subplots(2, 3), TIMES, strict=True):
+        for axes, clock in zip(row, CLOCKS, strict=True):
+            axes.add_artist(_circle())
+            dial = np.exp(2j * np.pi * np.arange(12) / 12)
+            axes.plot(0.94 * dial.real, 0.94 * dial.imag, ".", markersize=2, color=THIN["color"])
+            chosen = (data["time"] == time) & (data["clock"] == clock)
+            for hand in (2, 1, 0):  # the fast hand is long and thin
+                tip = (0.92, 0.7, 0.45)[hand] * np.exp(2j * np.pi * (0.25 - data["turns"][chosen][hand]))
+                style = {"color": pair_colour(hand, 3), "linewidth": (1.3, 2.4, 5)[hand]}
+                axes.plot([0, tip.real], [0, tip.imag], solid_capstyle="round", **style)
+            axes.set(xlim=(-1.1, 1.1), ylim=(-1.1, 1.1), aspect="equal", xticks=[], yticks=[])
+            axes.spines[["left", "bottom"]].set_visible(False)
+            if time == "10 seconds":
+                axes.set_title(f"{clock}\n" + ", ".join(f"{period:,.0f}" for period in data["period"][chosen]))
+        row[0].set_ylabel(f"after\n{time}", rotation=0, ha="right", va="center")
+
+
+# ------------------------------------------------------------------------------- lesson 7: a quarter of the distance
+def quarter_data() -> Data:
+    """distance (tokens), pair, angle (radians): at 1/4, and at the whole distance with nearly the angle of pair 0."""
+    omega, whole = measures.frequencies(128).numpy(), np.arange(2048)
+    like = int(np.abs((whole - 0.25 + np.pi) % (2 * np.pi) - np.pi).argmin())
+    return columns(("distance", "pair", "angle"), [(d, i, d * omega[i]) for d in (0.25, like) for i in (0, 3, 6, 9)])
+
+
+def quarter_draw(data: Data, canvas: Canvas) -> None:
+    rows, pairs = dict.fromkeys(data["distance"].tolist()), dict.fromkeys(data["pair"].tolist())
+    grid = canvas.subplots(len(rows), len(pairs))
+    for axes, pair, angle in zip(grid.flat, data["pair"], data["angle"], strict=True):
+        axes.add_artist(_circle())
+        axes.plot([0, np.cos(angle)], [0, np.sin(angle)], color=pair_colour(pair, 64), linewidth=2.5)
+        axes.set(xlim=(-1.1, 1.1), ylim=(-1.1, 1.1), aspect="equal", xticks=[], yticks=[])
+        axes.spines[["left", "bottom"]].set_visible(False)
+    for axes, pair in zip(grid[0], pairs, strict=True):
+        axes.set_title(f"pair {pair}")
+    for axes, distance in zip(grid[:, 0], ("1/4", f"{max(rows):,.0f}"), strict=True):
+        axes.set_ylabel(f"distance\n{distance}", rotation=0, ha="right", va="center")
 
 
 # ------------------------------------------------------------------------------------------------ lesson 9: the bound
@@ -179,20 +234,21 @@ FIGURES = {
             " sentences. With RoPE it differs.",
             dogs_data,
             dogs_draw,
-            size=(5.4, 2.8),
+            size=(5.4, 3.0),
         ),
         Figure(
             "arrows",
-            "Each arrow turns by 0.35 radians per position. First: no rotation. In the second and third picture, q is"
-            " four positions after k, and q · k is the same. In the fourth, q is four positions before k.",
+            "q is blue, k is orange. Each arrow turns by 0.35 radians per position. First: no rotation. In the second"
+            " and third picture, q is four positions after k, and q · k is the same. In the fourth, q is four positions"
+            " before k.",
             arrows_data,
             arrows_draw,
             size=(6.4, 2.35),
         ),
         Figure(
             "block",
-            "The attention of a LLaMA. RoPE rotates q and k, between their projections and their dot product. v goes"
-            " past it.",
+            "The attention of a LLaMA: q is blue, k orange and v green. RoPE rotates q and k, between their projections"
+            " and their dot product. v goes past it.",
             block_data,
             block_draw,
             size=(4.2, 4.6),
@@ -202,7 +258,7 @@ FIGURES = {
             "Perplexity by position. Right of the line: positions that training did not have.",
             reach_data,
             ppl.draw,
-            size=(6.4, 3.2),
+            size=(5.4, 3.6),
         ),
         Figure(
             "divisors",
@@ -210,6 +266,24 @@ FIGURES = {
             divisors_data,
             scale.divisor_draw,
             size=(5.6, 3.6),
+        ),
+        Figure(
+            "clock",
+            "A clock is trained for 12 hours and used for 36. Above: the seconds that each hand needs for a turn. The"
+            " thin hand is the fastest. As trained, 24 hours look like 0. PI slows all hands by 3: after 10 seconds,"
+            " the thin hand shows 3.3. NTK-aware slows them by 1, √3 and 3: both times can be read.",
+            clock_data,
+            clock_draw,
+            size=(5.2, 3.5),
+        ),
+        Figure(
+            "quarter",
+            "Angles of four fast pairs of LLaMA 1. Above: at a distance of 1/4, which neighbors have under PI with"
+            " s = 4. Below: at the distance in training at which pair 0 has most nearly this angle. The others have"
+            " other angles there.",
+            quarter_data,
+            quarter_draw,
+            size=(5.2, 3.0),
         ),
         Figure(
             "decay",

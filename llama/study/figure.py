@@ -32,7 +32,7 @@ LINES: list[dict[str, Any]] = [
     {"color": "#000000", "linestyle": "-"},
     {"color": "#b2182b", "linestyle": "--"},
     {"color": "#2166ac", "linestyle": "-."},
-    {"color": "#e08214", "linestyle": ":"},
+    {"color": "#d6760b", "linestyle": ":"},
     {"color": "#1b7837", "linestyle": (0, (5, 1, 1, 1, 1, 1))},
     {"color": "#762a83", "linestyle": (0, (1, 3))},
     {"color": "#666666", "linestyle": (0, (8, 3))},
@@ -40,7 +40,8 @@ LINES: list[dict[str, Any]] = [
     {"color": "#01665e", "linestyle": (0, (10, 2, 2, 2))},
     {"color": "#c51b7d", "linestyle": (0, (2, 1))},
 ]
-THIN: dict[str, Any] = {"color": "#999999", "linewidth": 0.8}  # of lines behind the data
+COLOURS = {"q": "#2166ac", "k": "#bf5600", "v": "#1b7837"}  # of queries, keys and values in every picture
+THIN: dict[str, Any] = {"color": "#8c8c8c", "linewidth": 0.8}  # of lines behind the data
 MARKERS = ["o", "s", "^", "D", "v", "x", "+", "*", "P", "<"]
 FORMATS = (".png", ".svg", ".csv")
 
@@ -111,6 +112,12 @@ def save(figure: Figure, file: Path, **options: Any) -> None:
 def columns(names: Sequence[str], rows: Iterable[Sequence[object]]) -> Data:
     """The data of a figure, from its rows."""
     return {name: np.array(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
+
+
+def pair_colour(pair: int, pairs: int) -> str:
+    """The purple of one of so many pairs: it is strong for fast pairs and pale for slow ones."""
+    part = pair / max(pairs - 1, 1)
+    return "#" + "".join(f"{round(a + part * (b - a)):02x}" for a, b in ((63, 153), (0, 112), (125, 171)))
 
 
 def draw_lines(

@@ -108,7 +108,7 @@
     const tip = polar(x, y, r, angle), grip = { "data-arrow": name, "data-pair": pair, "data-x": x, "data-y": y };
     return {
       shapes: [rule(x, y, ...neck, `arrow-${name}`), closed([tip, left, right], `head-${name}`)],
-      letter: words(a, b + 4, name, `halo arrow-name ${name === "q" ? "new-text" : "strong"}`, "middle"),
+      letter: words(a, b + 4, name, `halo arrow-name name-${name}`, "middle"),
       grips: [rule(x, y, ...tip, "grip", grip), dot(...tip, 13, "grip", grip)],
     };
   }

@@ -16,7 +16,7 @@ from ...checkpoint import Checkpoint, open_checkpoint
 from ...errors import UsageError
 from ...inside.trace import recording, surprisal
 from ...loader import build
-from ..figure import LINES, Canvas, Data, Figure, columns, legend_above
+from ..figure import Canvas, Data, Figure, columns, pair_colour
 from ..measures import wavelengths
 from ..perplexity import TINY, folder_of, read_text, tiny_folder
 from ..report import Report, Table
@@ -144,31 +144,31 @@ data = answering(_heads, _data)
 
 
 def draw(table: Data, canvas: Canvas) -> None:
-    """Shares by pair for both kinds of heads, and each head by its use of fast pairs."""
-    upper, lower = canvas.subplots(2, 1, height_ratios=(4, 3))
-    for index, kind in enumerate(dict.fromkeys(table["kind"].tolist())):
-        style = LINES[index + 1]
+    """Shares by pair for each kind of head, and each head by its use of fast pairs."""
+    *panels, lower = canvas.subplots(3, 1)
+    for axes, kind, colour in zip(panels, dict.fromkeys(table["kind"].tolist()), ("#b2182b", "#666666"), strict=True):
         rows = (table["kind"] == kind) & (table["panel"] == "pairs")
-        x = table["x"][rows]
-        upper.fill_between(x, table["low"][rows], table["high"][rows], color=style["color"], alpha=0.15, linewidth=0)
-        upper.plot(x, table["y"][rows], label=kind, **style)
+        x, low, high = (table[column][rows] for column in ("x", "low", "high"))
+        axes.bar(x, table["y"][rows], color=[pair_colour(pair, len(x)) for pair in range(len(x))])
+        axes.vlines(x, low, high, color=colour, linewidth=0.8)
+        axes.set(xlabel="pair i (0 turns fastest)", ylabel="share of |qᵢ||kᵢ|", title=f"heads: {kind}")
         rows = (table["kind"] == kind) & (table["panel"] == "heads")
-        lower.scatter(table["x"][rows], table["y"][rows], s=12, marker="os"[index], color=style["color"])
-    upper.set(xlabel="pair i (0 turns fastest)", ylabel="share of |qᵢ||kᵢ| over all pairs")
-    upper.set_ylim(bottom=0)
-    title = "heads (line: mean; band: the middle 8 of 10 heads)"
-    legend_above(canvas, upper, 2, title=title)
-    lower.set(xlabel="share of the fastest quarter of the pairs", ylabel="weight on the previous token")
+        lower.scatter(table["x"][rows], table["y"][rows], s=12, marker="o", color=colour, label=kind)
+    lower.set(xlabel="share of the fastest quarter of the pairs", ylabel="weight on the\nprevious token")
+    lower.legend(title="heads", loc="upper left")
 
 
 # The stored results are those of: clearllama study bands -m smollm2-135m-instruct --figure FILE.csv
-CAPTION = "Above: how much each pair can add to a score, by kind of head. Below: each point is a head."
+CAPTION = (
+    "Above: how much each pair can add to a score, for two kinds of heads. Bar: the mean of the heads; thin line: the"
+    " middle 8 of 10 heads. Below: each point is a head."
+)
 SMOLLM2 = f"SmolLM2-135M, 270 heads. {CAPTION}"
 DEFAULT = f"{CAPTION} By default this is tiny-kjv, which has 16 heads."
 TOPIC = Topic(
     answering(_heads, _report),
     (
-        Figure("bands", DEFAULT, data, draw, size=(5.4, 6.0)),
-        Figure("bands_smollm2", SMOLLM2, partial(stored, "bands-smollm2.csv"), draw, size=(5.4, 6.0)),
+        Figure("bands", DEFAULT, data, draw, size=(5.4, 6.6)),
+        Figure("bands_smollm2", SMOLLM2, partial(stored, "bands-smollm2.csv"), draw, size=(5.4, 6.6)),
     ),
 )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...inside import activations
 from ...loader import build
-from ..figure import Canvas, Data, Figure, columns, draw_lines
+from ..figure import THIN, Canvas, Data, Figure, columns, draw_lines
 from ..measures import decay_bound, wavelengths
 from ..perplexity import TINY
 from ..report import Report, Table
@@ -118,23 +118,25 @@ order_data = answering(_compared, _order)
 
 
 def order_draw(table: Data, canvas: Canvas) -> None:
-    """Both shares over the distance, with the coin's and the trained context."""
-    axes = canvas.subplots()
-    draw_lines(axes, table, "distance", "share", "line", (NEARER, KEPT))
-    axes.axhline(0.5, color="#888888", linewidth=0.7)
-    axes.axvline(table["context"][0], color="#888888", linewidth=0.7)
-    axes.text(table["context"][0], 0.02, " trained context", color="#555555")
-    axes.set(xscale="log", ylim=(0, 1), xlabel="distance r (tokens, log scale)", ylabel="share of combinations")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.2))
+    """Each share over the distance, with the coin's and the trained context."""
+    panels = canvas.subplots(2, 1, sharex=True)
+    for axes, line in zip(panels, (NEARER, KEPT), strict=True):
+        draw_lines(axes, table, "distance", "share", "line", (line,), (0, 1))
+        axes.axhline(0.5, **THIN)
+        axes.axvline(table["context"][0], **THIN)
+        axes.text(1, 0.48, "a coin", va="top")
+        axes.set(xscale="log", ylim=(0, 1), ylabel="share of combinations", title=f"How often {line}")
+    panels[0].text(table["context"][0], 0.97, "trained context ", ha="right", va="top")
+    panels[1].set_xlabel("distance r (tokens, log scale)")
 
 
 # The stored results are those of: clearllama study decay -m smollm2-135m-instruct --figure FILE.csv
-CAPTION = "Queries and keys of a text, moved to distance r by RoPE alone."
+CAPTION = "Queries and keys of a text, moved to distance r by RoPE alone. Points: one for each doubling of r."
 SMOLLM2 = f"SmolLM2-135M. {CAPTION}"
 TOPIC = Topic(
     answering(_compared, _report),
     (
-        Figure("order_kept", CAPTION, order_data, order_draw, size=(5.6, 4.0)),
-        Figure("order_kept_smollm2", SMOLLM2, partial(stored, "decay-smollm2.csv"), order_draw, size=(5.6, 4.0)),
+        Figure("order_kept", CAPTION, order_data, order_draw, size=(5.4, 4.6)),
+        Figure("order_kept_smollm2", SMOLLM2, partial(stored, "decay-smollm2.csv"), order_draw, size=(5.4, 4.6)),
     ),
 )

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from ... import rope
-from ..figure import Canvas, Data, Figure, columns
+from ..figure import Canvas, Data, Figure, columns, pair_colour
 from ..report import Report, Table
 from .base import Topic
 
@@ -54,47 +54,36 @@ def example_draw(data: Data, canvas: Canvas) -> None:
     from matplotlib.patches import Rectangle
 
     axes = canvas.subplots()
-    between = (
-        "in pairs",
-        "a, b as a + jb",
-        "times (the same for every text and head)",
-        "equals",
-        "a + jb as a, b",
-        "flattened",
-    )
+    between = ("in pairs", "a, b as a + jb", "times (for all texts and heads)", "equals", "a + jb as a, b", "flattened")
     for step, name in enumerate(STEPS):
         chosen = np.flatnonzero(data["step"] == step)
         top = -1.35 * step
-        axes.text(-0.25, top + 0.12, name, ha="right", va="bottom", weight="bold")
-        axes.text(-0.25, top - 0.02, data["shape"][chosen[0]], ha="right", va="top")
+        axes.text(0, top + 0.5, name, va="bottom", weight="bold")
+        axes.text(8, top + 0.5, data["shape"][chosen[0]], ha="right", va="bottom")
         if step:
-            axes.text(4, top + 0.86, between[step - 1], ha="center", va="center", style="italic", fontsize=8)
+            axes.text(2.3, top + 0.5, between[step - 1], va="bottom", style="italic")
         for at in chosen:
             width, marked = 2 if data["complex"][at] else 1, bool(data["marked"][at])
             left = width * int(data["cell"][at])
             air = 0.06 if name.startswith("pairs") else 0.0  # a gap between pairs, not within one
-            axes.add_patch(
-                Rectangle(
-                    (left + (air if left % 2 == 0 else 0.0), top - 0.3),
-                    width - air,
-                    0.75,
-                    facecolor="#c8c8c8" if marked else "white",
-                    edgecolor="black",
-                    linewidth=2.0 if marked else 0.8,
-                    zorder=2 if marked else 1,
-                )
-            )
+            corner = (left + (air if left % 2 == 0 else 0.0), top - 0.3)
+            box = Rectangle(corner, width - air, 0.75, edgecolor=pair_colour(left // 2, 4))
+            if marked:
+                box.set(facecolor="#e6dcef", linewidth=3, zorder=2)
+            else:
+                box.set(facecolor="white", linewidth=1.4)
+            axes.add_patch(box)
             digits = 0 if step < 3 else 5 if name == "freqs_cis" else 4
             words = f"{data['real'][at]:.{digits}f}"
             words += f"{data['imaginary'][at]:+.{digits}f}j" if width == 2 else ""
             axes.text(left + width / 2, top + 0.07, words, ha="center", va="center", fontsize=8, zorder=3)
-    axes.set_xlim(-3.2, 8.1)
-    axes.set_ylim(-1.35 * 6 - 0.5, 0.7)
+    axes.set_xlim(-0.1, 8.1)
+    axes.set_ylim(-1.35 * 6 - 0.5, 1)
     axes.axis("off")
 
 
 CAPTION = (
-    "One head of one token, step by step, with the shape of the batch on the left. The marked pair 28, 29 is rotated by"
-    " 0.01 radians."
+    "One head of one token, step by step, with the shape of the batch on the right. Each color is a pair. The marked"
+    " pair 28, 29 is rotated by 0.01 radians."
 )
-TOPIC = Topic(report, (Figure("example", CAPTION, example_data, example_draw, size=(7.5, 5.4)),))
+TOPIC = Topic(report, (Figure("example", CAPTION, example_data, example_draw, size=(5.4, 5.6)),))

@@ -112,7 +112,7 @@ def draw_depth(table: Data, canvas: Canvas) -> None:
     for axes, name in zip(grid.flat, names, strict=False):
         rows = table["method"] == name
         x, y, right = table["read"][rows] / trained, table["at"][rows] / trained, table["right"][rows]
-        image = axes.scatter(x, y, c=right, cmap="viridis", vmin=0, vmax=1, marker="s", s=32)
+        image = axes.scatter(x, y, c=right, cmap="Greys", vmin=0, vmax=1, marker="s", s=32, edgecolors="#8c8c8c")
         axes.axvline(1, **THIN)
         axes.set_title(label(name))
         axes.set_xlabel("tokens read (trained lengths)")

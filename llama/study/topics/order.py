@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ... import attention
 from .. import encodings
-from ..figure import Canvas, Data, Figure, columns
+from ..figure import COLOURS, Canvas, Data, Figure, columns
 from ..report import Report, Table
 from .base import Topic
 
@@ -19,7 +19,7 @@ D = 8
 
 def drawn(width: int = D) -> tuple[Tensor, ...]:
     """Random embeddings of the words (N, C), and wq, wk, wv (D, C) with C = D, scaled so that scores are of order 1."""
-    draw = torch.Generator().manual_seed(0)
+    draw = torch.Generator().manual_seed(250)
     x = torch.randn(len(WORDS), width, generator=draw, dtype=torch.float64)  # (N, C)
     return x, *torch.randn(3, width, width, generator=draw, dtype=torch.float64) / width**0.5
 
@@ -81,19 +81,20 @@ def order_draw(data: Data, canvas: Canvas) -> None:
             axes = panels[row][sentence]
             chosen = (data["encoding"] == name) & (data["sentence"] == sentence)
             words = data["query"][chosen & (data["n"] == 0)].tolist()
-            axes.imshow(data["weight"][chosen].reshape(4, 4), cmap="Greys", vmin=0, vmax=1)
+            axes.imshow(data["weight"][chosen].reshape(4, 4), cmap="Greys", vmin=0, vmax=1.3)
             for m, n, weight in zip(*(data[key][chosen] for key in ("m", "n", "weight")), strict=True):
-                axes.text(n, m, f"{weight:.2f}", ha="center", va="center", color="white" if weight > 0.6 else "black")
+                axes.text(n, m, f"{weight:.2f}", ha="center", va="center", color="white" if weight > 0.75 else "black")
             corner = words.index("cat") - 0.46, words.index("dog") - 0.46
-            axes.add_patch(Rectangle(corner, 0.92, 0.92, fill=False, linewidth=2.5, edgecolor="black"))
+            axes.add_patch(Rectangle(corner, 0.92, 0.92, fill=False, linewidth=2.5, edgecolor="#b2182b"))
             axes.set_xticks(range(4), words)
             axes.set_yticks(range(4), words)
-            axes.set(xlabel="key: the attended word", ylabel="query: the attending word")
+            axes.set_xlabel("key: the attended word", color=COLOURS["k"])
+            axes.set_ylabel("query: the attending word", color=COLOURS["q"])
             axes.set_title(f"{' '.join(words)},\n{title}")
 
 
 CAPTION = (
-    "Attention weights in two orders of four words; the frame is the weight that dog gives to cat. Without positions"
+    "Attention weights in two orders of four words; the frame is the weight that dog gives to cat. Without positions,"
     " every pair of words keeps its weight. With RoPE the weights change."
 )
-TOPIC = Topic(report, (Figure("order", CAPTION, order_data, order_draw, size=(5.6, 5.4)),))
+TOPIC = Topic(report, (Figure("order", CAPTION, order_data, order_draw, size=(5.6, 5.8)),))

@@ -11,7 +11,7 @@ from ...errors import UsageError
 from ...inside.trace import surprisal
 from ...loader import load
 from ...model import Attention
-from ..figure import Axes, Canvas, Data, Figure
+from ..figure import Axes, Canvas, Data, Figure, pair_colour
 from ..perplexity import TINY, folder_of
 from ..report import Report, Table
 from .base import Topic
@@ -71,34 +71,31 @@ def pairing_data() -> Data:
     return {"entry": entry, "partner_interleaved": entry ^ 1, "partner_half": (entry + 4) % 8, "goes_to": goes_to}
 
 
-HATCHES = ("", "////", "\\\\\\\\", "xxxx")
-SHADES = ("#ffffff", "#d9d9d9", "#f7f7f7", "#bdbdbd")
-
-
 def pairing_draw(data: Data, canvas: Canvas) -> None:
-    """Above: the pairs of both layouts. Below: the permutation as arrows. A hatch is a pair of Meta's layout."""
+    """Above: the pairs of both layouts. Below: the permutation as arrows. Each colour is a pair."""
     grid = canvas.add_gridspec(2, 2, height_ratios=(1, 1.5))
     entry = data["entry"]
     meta = np.minimum(entry, data["partner_interleaved"]) // 2  # (8,) pair of each entry in Meta's layout
     halves = np.minimum(entry, data["partner_half"])  # (8,) pair in Hugging Face's
     for column, (title, partner, pair) in enumerate(
         (
-            ("interleaved (Meta): pairs 2i, 2i + 1", data["partner_interleaved"], meta),
-            ("half (Hugging Face): pairs i, i + D/2", data["partner_half"], halves),
+            ("interleaved (Meta):\npairs 2i, 2i + 1", data["partner_interleaved"], meta),
+            ("half (Hugging Face):\npairs i, i + D/2", data["partner_half"], halves),
         )
     ):
         axes = canvas.add_subplot(grid[0, column])
         _boxes(axes, 0, pair, [str(j) for j in entry])
-        for a, b in zip(entry, partner, strict=True):
+        for a, b, of in zip(entry, partner, pair, strict=True):
             if a < b:
-                _arc(axes, int(a), int(b))
+                _arc(axes, int(a), int(b), pair_colour(of, 4))
         _bare(axes, title, (-0.6, 2.0))
     axes = canvas.add_subplot(grid[1, :])
     _boxes(axes, 3, meta, [str(j) for j in entry])
     came = np.argsort(data["goes_to"])  # (8,) entry at each index after the permutation
     _boxes(axes, 0, meta[came], [str(j) for j in came])
     for a, b in zip(entry, data["goes_to"], strict=True):
-        axes.annotate("", (b, 0.5), (a, 2.5), arrowprops={"arrowstyle": "->", "color": "#000000", "lw": 1})
+        arrow = {"arrowstyle": "->", "color": pair_colour(meta[a], 4), "lw": 1.2}
+        axes.annotate("", (b, 0.5), (a, 2.5), arrowprops=arrow)
     axes.text(-0.45, 3.65, "rows of wq and wk, or entries of q and k, in Meta's layout", ha="left", va="bottom")
     axes.text(-0.45, -0.65, "the same in Hugging Face's layout", ha="left", va="top")
     _bare(axes, "", (-1.2, 4.2))
@@ -109,15 +106,14 @@ def _boxes(axes: Axes, y: float, pair: np.ndarray, labels: list[str]) -> None:
 
     for x, (which, label) in enumerate(zip(pair, labels, strict=True)):
         corner = (x - 0.45, y - 0.45)
-        box = Rectangle(corner, 0.9, 0.9, facecolor=SHADES[which], hatch=HATCHES[which], edgecolor="#555555")
-        axes.add_patch(box)
+        axes.add_patch(Rectangle(corner, 0.9, 0.9, facecolor=pair_colour(which, 4), edgecolor="none"))
         axes.text(x, y, label, ha="center", va="center", bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})
 
 
-def _arc(axes: Axes, a: int, b: int) -> None:
+def _arc(axes: Axes, a: int, b: int, colour: str) -> None:
     t = np.linspace(0, np.pi, 50)
     middle, half = (a + b) / 2, (b - a) / 2
-    axes.plot(middle + half * np.cos(t), 0.5 + np.sin(t) * (0.5 + 0.35 * half), color="#000000", linewidth=1)
+    axes.plot(middle + half * np.cos(t), 0.5 + np.sin(t) * (0.5 + 0.35 * half), color=colour, linewidth=1.5)
 
 
 def _bare(axes: Axes, title: str, high: tuple[float, float]) -> None:
@@ -127,7 +123,7 @@ def _bare(axes: Axes, title: str, high: tuple[float, float]) -> None:
 
 
 CAPTION = (
-    "A head of 8 entries; a hatch is a pair. To convert Meta's layout to Hugging Face's, move entry 2i to i and 2i + 1"
-    " to i + D/2, in both wq and wk."
+    "A head of 8 entries; each color is a pair. To convert Meta's layout to Hugging Face's, move entry 2i to i and"
+    " 2i + 1 to i + D/2, in both wq and wk."
 )
-TOPIC = Topic(report, (Figure("pairing", CAPTION, pairing_data, pairing_draw, size=(7.0, 4.4)),))
+TOPIC = Topic(report, (Figure("pairing", CAPTION, pairing_data, pairing_draw, size=(5.6, 4.2)),))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from ..figure import THIN, Canvas, Data, Figure, columns, draw_lines
+from ..figure import THIN, Canvas, Data, Figure, columns, draw_lines, legend_above
 from ..perplexity import Measurement, measure
 from ..report import Report, Table
 from .base import Topic, answering
@@ -33,7 +33,7 @@ def _report(found: Measurement) -> Report:
                 [(method, *(round(curve[end], 3) for end in ends)) for method, curve in curves.items()],
             )
         ],
-        "Perplexity per token. Compare within a column only: each bucket is another part of the text. Buckets end at"
+        "Compare within a column only: each bucket is another part of the text. Buckets end at"
         " these multiples of the trained length:",
         {"model": found.model, "dtype": found.dtype},
     )
@@ -59,9 +59,8 @@ def draw(table: Data, canvas: Canvas) -> None:
     axes.set_xticks(ends, [f"{end:g}" for end in ends])
     axes.minorticks_off()
     axes.axvline(1, **THIN)
-    axes.set(xlabel="position, up to (trained lengths)", ylabel="perplexity per token")
-    lines, methods = axes.get_legend_handles_labels()
-    axes.legend(lines, [label(method) for method in methods], loc="center left", bbox_to_anchor=(1.0, 0.5))
+    axes.set(xlabel="position, up to (trained lengths)", ylabel="perplexity")
+    legend_above(canvas, axes, 3)
 
 
 CAPTION = "Perplexity by position. Positions to the right of the line did not occur in training."

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import encodings, measures
-from ..figure import LINES, Canvas, Data, Figure, columns
+from ..figure import COLOURS, LINES, MARKERS, THIN, Canvas, Data, Figure, columns
 from ..report import Report, Table
 from .base import Topic
 
@@ -76,7 +76,8 @@ def toeplitz_draw(data: Data, canvas: Canvas) -> None:
         limits = {"vmin": middle - 1, "vmax": middle + 1} if flat else {}
         image = axes.imshow(scores, cmap="gray", **limits)
         axes.set_title(title)
-        axes.set(xlabel="position n of the key (tokens)", ylabel="position m of the query")
+        axes.set_xlabel("position n of the key (tokens)", color=COLOURS["k"])
+        axes.set_ylabel("position m of the query", color=COLOURS["q"])
         canvas.colorbar(image, ax=axes, label="score", shrink=0.85)
 
 
@@ -85,34 +86,38 @@ def relative_data() -> Data:
     rows = [
         (name, m, m - n, score)
         for name in encodings.ENCODINGS
-        for m in (2, 18, 34)
+        for m in (12, 20, 28)
         for n, score in enumerate(scores_of(name, 40)[m].tolist())
     ]
     return columns(("encoding", "m", "distance", "score"), rows)
 
 
+AT = 6  # the distance of the vertical line
 TITLES = {"none": "no encoding", "rope": "RoPE", "alibi": "ALiBi"}  # of the others: their names
 
 
 def relative_draw(data: Data, canvas: Canvas) -> None:
     *panels, last = canvas.subplots(2, 3).flat
-    queries = sorted(set(data["m"].tolist()))
+    styles = [LINES[0], LINES[1], LINES[6]]  # not the colours of q, k and v
     for axes, name in zip(panels, dict.fromkeys(data["encoding"].tolist()), strict=True):
-        for m, style in zip(queries, LINES, strict=False):
+        axes.axvline(AT, **THIN)
+        for number, (m, style) in enumerate(zip(dict.fromkeys(data["m"].tolist()), styles, strict=True)):
             chosen = (data["encoding"] == name) & (data["m"] == m)
-            axes.plot(data["distance"][chosen], data["score"][chosen], linewidth=1.4, label=f"m = {m}", **style)
+            mark = {"marker": MARKERS[number], "markersize": 8 - 1.5 * number, "markevery": [m - AT]}
+            axes.plot(data["distance"][chosen], data["score"][chosen], linewidth=1.4, label=f"m = {m}", **style, **mark)
         low, high = axes.get_ylim()
         if high - low < 0.5:
             axes.set_ylim((low + high) / 2 - 1, (low + high) / 2 + 1)
         axes.set_title(TITLES.get(name, name))
-        axes.set(xlabel="m - n (tokens)", ylabel="score")
+        axes.set(xlabel="m − n (tokens)", ylabel="score")
     last.axis("off")
     last.legend(*panels[0].get_legend_handles_labels(), loc="center", title="position of the query")
 
 
 RELATIVE = (
-    "Scores of one token at every position, for three positions m of the query. With RoPE and with ALiBi the three"
-    " curves coincide; RoPE's differ before and after the query. With added codes each m has its own curve."
+    "Scores of one token at every position, for three positions m of the query. Marked: the key six tokens back. With"
+    " RoPE and with ALiBi the three curves coincide; RoPE's differ before and after the query. With added codes each m"
+    " has its own curve."
 )
 TOEPLITZ = (
     "Scores of one token at every position, divided by the square root of D. If a score depends only on the distance,"

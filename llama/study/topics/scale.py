@@ -17,7 +17,7 @@ from ...checkpoint import open_checkpoint
 from ...config import ModelConfig
 from ...errors import UsageError
 from ...rope_scaling import inverse_frequencies, kind_of, reach, trained_length
-from ..figure import Axes, Canvas, Data, Figure, draw_lines
+from ..figure import Axes, Canvas, Data, Figure, draw_lines, legend_above, pair_colour
 from ..measures import seen_arc, stretching, turns, wavelengths
 from ..perplexity import folder_of
 from ..report import Report, Table
@@ -176,7 +176,7 @@ def divisor_draw(data: Data, canvas: Canvas) -> None:
     count = int(data["pair"].max()) + 1
     methods = dict.fromkeys(data["method"].tolist())
     draw_lines(axes, data, "pair", "divisor", "method", methods, (max(count // 48, 1), max(count // 8, 1)))
-    axes.set(xlim=(0, count - 1), xlabel="pair", ylabel="divisor of the frequency (log scale)")
+    axes.set(xlim=(0, count - 1), xlabel="pair i (0 turns fastest)", ylabel="divisor of the frequency (log scale)")
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set_ylim(0.93, max(float(data["divisor"].max()) * 1.15, 2))
@@ -206,27 +206,29 @@ def seen_arc_data(head_dim: int = 128, theta: float = 10000.0, context: int = 20
 
 
 def seen_arc_draw(data: Data, canvas: Canvas) -> None:
-    """One row per method, one circle per pair: the seen arc is filled, the met arc outlined, and new angles hatched."""
+    """One row per method, one circle per pair: the seen arc is filled, the met arc a ring, and new angles hatched."""
     methods, pairs = list(dict.fromkeys(data["method"])), list(dict.fromkeys(data["pair"]))
     grid = canvas.subplots(len(methods), len(pairs), squeeze=False)
-    for axes, seen, met in zip(grid.flat, data["seen"].tolist(), data["met"].tolist(), strict=True):
-        _circle(axes, seen, met)
+    for axes, pair, seen, met in zip(grid.flat, data["pair"], data["seen"].tolist(), data["met"].tolist(), strict=True):
+        _circle(axes, seen, met, pair_colour(pair, pairs[-1] + 1))
     for row, method in zip(grid, methods, strict=True):
         row[0].text(-1.6, 0, method, ha="right", va="center", fontsize=9)
     for axes, pair in zip(grid[0], pairs, strict=True):
         axes.set_title(f"pair {pair}")
+    legend_above(canvas, grid[0][-1], 3)
 
 
-def _circle(axes: Axes, seen: float, met: float) -> None:
+def _circle(axes: Axes, seen: float, met: float, colour: str) -> None:
     from matplotlib.patches import Wedge
 
     degrees, new = 180 / math.pi, met > seen * (1 + 1e-6)
     axes.add_patch(Wedge((0, 0), 1, 0, 360, facecolor="none", edgecolor="#999999", linewidth=0.6))
-    axes.add_patch(Wedge((0, 0), 1, 0, seen * degrees, facecolor="#bbbbbb", edgecolor="none"))
+    axes.add_patch(Wedge((0, 0), 1, 0, seen * degrees, facecolor=colour, edgecolor="none", label="met in training"))
     if new:
         red: dict[str, Any] = {"facecolor": "none", "edgecolor": "#b2182b", "hatch": "////", "lw": 0}
-        axes.add_patch(Wedge((0, 0), 1, seen * degrees, met * degrees, **red))
-    axes.add_patch(Wedge((0, 0), 1.18, 0, met * degrees, width=0.01, facecolor="none", edgecolor="#000000", lw=1.2))
+        axes.add_patch(Wedge((0, 0), 1, seen * degrees, met * degrees, **red, label="new"))
+    ring: dict[str, Any] = {"width": 0.01, "facecolor": "none", "edgecolor": "#000000", "lw": 1.2}
+    axes.add_patch(Wedge((0, 0), 1.18, 0, met * degrees, **ring, label="ring: met in the longer text"))
     full = 2 * math.pi - 1e-9
     words = "all seen" if seen >= full else f"{seen:.2g},\nthen " + ("all" if met >= full else f"{met:.2g}")
     axes.text(0, -1.32, words, ha="center", va="top", fontsize=8, color="#b2182b" if new else "#000000")
@@ -246,8 +248,8 @@ TOPIC = Topic(
         ),
         Figure(
             "seen_arc",
-            "Grey: angles that a pair met in training. Red: angles that it meets for the first time at four times the"
-            " length. Below each circle: both arcs, in radians.",
+            "Filled: angles that a pair met in training. Ring: angles that it meets at four times the length, without"
+            " scaling and with three methods. Red: new angles. Below each circle: both arcs, in radians.",
             seen_arc_data,
             seen_arc_draw,
             size=(5.6, 5.2),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import measures
-from ..figure import LINES, MARKERS, THIN, Canvas, Data, Figure, columns
+from ..figure import MARKERS, THIN, Canvas, Data, Figure, columns, pair_colour
 from ..report import Report, Table
 from .base import Topic, check_head_dim, check_range
 
@@ -85,17 +85,18 @@ def hands_draw(data: Data, canvas: Canvas) -> None:
     for pair, axes in enumerate(canvas.subplots(1, 3, sharey=True)):
         x, y, position, speed = (data[key][data["pair"] == pair] for key in ("sine", "cosine", "position", "speed"))
         axes.plot(np.sin(circle), np.cos(circle), **THIN)
-        axes.plot(x, y, marker=MARKERS[pair], markersize=3.5, color=LINES[pair]["color"], linestyle="none")
-        axes.plot([0, x[-1]], [0, y[-1]], **LINES[pair])
+        colour = pair_colour(pair, 3)
+        axes.plot(x, y, marker=MARKERS[pair], markersize=3.5, color=colour, linestyle="none")
+        axes.plot([0, x[-1]], [0, y[-1]], color=colour, linewidth=1.5 + pair)
         # Labels must not overlap: one at every position, or only at the first and the last.
         if np.hypot(x[1] - x[0], y[1] - y[0]) > 0.2:
             for at, across, up in zip(position, x, y, strict=True):
-                axes.text(1.17 * across, 1.17 * up, str(at), ha="center", va="center")
+                axes.text(1.21 * across, 1.21 * up, str(at), ha="center", va="center")
         else:
             axes.text(1.1 * x[0] - 0.06, 1.1 * y[0], "0", ha="right", va="center")
             axes.text(1.1 * x[-1] + 0.06, 1.1 * y[-1], str(position[-1]), ha="left", va="center")
-        axes.set(aspect="equal", xlim=(-1.4, 1.4), ylim=(-1.4, 1.4), xlabel="sine entry")
-        axes.set_title(f"pair {pair}: {speed[0]:.4f} rad a position")
+        axes.set(aspect="equal", xlim=(-1.4, 1.4), ylim=(-1.4, 1.4), xlabel="sine entry", xticks=[], yticks=[])
+        axes.set_title(f"pair {pair}\n{speed[0]:.4f} rad per position")
         if pair == 0:
             axes.set_ylabel("cosine entry")
 
@@ -116,7 +117,7 @@ def digits_draw(data: Data, canvas: Canvas) -> None:
         for row, column in np.ndindex(16, 4):
             value = values[row, column]
             shown = f"{value:.0f}" if panel == "bits" else f"{value:+.2f}"
-            dark = (value - least) / (1 - least) < 0.45
+            dark = (value - least) / (1 - least) < 0.53
             axes.text(column, row, shown, ha="center", va="center", color="white" if dark else "black", fontsize=8)
         axes.set_xticks(range(4), [f"{i}\n{period:.4g}" for i, period in enumerate(data["period"][chosen][:4])])
         axes.set_yticks(range(16))
@@ -137,7 +138,7 @@ DIGITS = (
 TOPIC = Topic(
     report,
     (
-        Figure("hands", HANDS, hands_data, hands_draw, size=(7.5, 3.5)),
+        Figure("hands", HANDS, hands_data, hands_draw, size=(5.6, 2.6)),
         Figure("digits", DIGITS, digits_data, digits_draw, size=(5.6, 4.6)),
     ),
 )

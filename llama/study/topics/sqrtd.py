@@ -115,7 +115,7 @@ def jacobian_draw(data: Data, canvas: Canvas) -> None:
         images.append(axes.imshow(derivatives, cmap="gray", vmin=-0.25, vmax=0.25))
         for i, j, value in zip(*(data[key][chosen] for key in ("i", "j", "derivative")), strict=True):
             text = f"{value:.3f}" if abs(value) >= 1e-3 else "0"
-            axes.text(j, i, text, ha="center", va="center", color="white" if value < -0.05 else "black")
+            axes.text(j, i, text, ha="center", va="center", color="white" if value < 0.015 else "black")
         axes.set_title(f"scores {scores}")
         axes.set_xticks(range(3), range(1, 4))
         axes.set_yticks(range(3), range(1, 4))

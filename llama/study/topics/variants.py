@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..figure import THIN, Canvas, Data, Figure, columns, draw_lines, legend_above
+from ..figure import COLOURS, THIN, Canvas, Data, Figure, columns, draw_lines, legend_above
 from ..measures import frequencies, rotated, turn
 from ..report import Report, Table
 from .base import Topic
@@ -86,10 +86,11 @@ def plane_draw(data: Data, canvas: Canvas) -> None:
     panels = canvas.subplots(1, 2)
     for axes, name in zip(panels, ("axial", "mixed directions"), strict=True):
         scores = data["score"][data["form"] == name].reshape(SIDE, SIDE)
-        image = axes.imshow(scores, cmap="viridis", vmin=-0.2, vmax=1)
+        image = axes.imshow(scores, cmap="gray", vmin=-0.2, vmax=1)
         axes.set_title(name)
         axes.set(xticks=range(0, SIDE, 4), yticks=range(0, SIDE, 4))
-        axes.set(xlabel="x of the key's patch", ylabel="y of the key's patch")
+        axes.set_xlabel("x of the key's patch", color=COLOURS["k"])
+        axes.set_ylabel("y of the key's patch", color=COLOURS["k"])
     canvas.colorbar(image, ax=list(panels), label="score of q = k", location="bottom", shrink=0.6)
 
 
