@@ -14,18 +14,15 @@ ROOT = Path(__file__).resolve().parents[2]
 LEARN = ROOT / "docs" / "learn"
 LESSONS = render_lessons.lessons()
 README = (LEARN / "README.md").read_text()
-EXPLAIN, ONE_FILE = render_lessons.EXPLAIN, render_lessons.ONE_FILE
-FAST = ("04-rope-from-one-demand", "05-from-formula-to-code", "explain")  # the others take seconds
+ONE_FILE = render_lessons.ONE_FILE
+FAST = ("04-rope-from-one-demand", "05-from-formula-to-code")  # the others take seconds
 
 every_lesson = pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.stem)
 
 
 @pytest.mark.parametrize(
     "lesson",
-    [
-        page if page.stem in FAST else pytest.param(page, marks=pytest.mark.slow)
-        for page in (*LESSONS, EXPLAIN, ONE_FILE)
-    ],
+    [page if page.stem in FAST else pytest.param(page, marks=pytest.mark.slow) for page in (*LESSONS, ONE_FILE)],
     ids=lambda lesson: lesson.stem,
 )
 def test_a_lesson_runs_and_its_committed_results_are_the_present_ones(lesson: Path) -> None:
