@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from llama.study import measures, topics
-from llama.study.figure import COLOURS, THIN, Data, Figure, columns, draw_lines, legend_above, pair_colour
+from llama.study.figure import COLOURS, THIN, Data, Figure, columns, legend_above, pair_colour
 from llama.study.topics import order, ppl, scale
 
 if TYPE_CHECKING:
@@ -226,31 +226,33 @@ def published_data() -> Data:
     return columns(("method", "pair", "divisor", "slow"), rows)
 
 
-# ------------------------------------------------------------------------------------------------ lesson 9: the bound
+# ---------------------------------------------------------------------------------------- lesson 9: three kinds of keys
+AIMED = 500  # the distance that the third key is made for
+
+
 def decay_data() -> Data:
-    """line, distance (tokens), value: the bound for 64 pairs / its value at 0, and the score of a built key."""
-    rows: list[tuple[object, ...]] = []
-    edges = np.unique(np.geomspace(1, 4097, 61).round().astype(int))  # its many small rises would hide the trend
-    middle = np.sqrt(edges[:-1] * (edges[1:] - 1))  # (bins,) tokens
-    for base in (1e4, 5e5, 1e6):
-        bound = measures.decay_bound(measures.frequencies(128, base), torch.arange(4097)).numpy()
-        means = np.add.reduceat(bound[:-1], edges[:-1]) / np.diff(edges) / bound[0]
-        rows += [(f"bound, base {base:,.0f}", *row) for row in zip(middle, means, strict=True)]
-    at = np.unique(np.r_[np.geomspace(1, 4096, 300).round().astype(int), 450:550])
-    score = measures.mean_cosine(measures.frequencies(128), torch.from_numpy(at) - 500).numpy()
-    rows += [("score of a key built for 500", *row) for row in zip(at, score, strict=True)]
-    return columns(("line", "distance", "value"), rows)
+    """line, distance (tokens), value: expected scores of three kinds of keys; low, high: a standard deviation off."""
+    at, inv_freq = torch.arange(1001), measures.frequencies(64, 1e5)
+    equal, aimed = (64 * measures.mean_cosine(inv_freq, at - d).numpy() for d in (0, AIMED))
+    lines = {"k = q": (equal, 0), f"k made for {AIMED}": (aimed, 0), "k unrelated to q": (0 * equal, 64**0.5)}
+    rows = [
+        (line, distance, value, value - deviation, value + deviation)
+        for line, (values, deviation) in lines.items()
+        for distance, value in zip(at.tolist(), values.round(3), strict=True)
+    ]
+    return columns(("line", "distance", "value", "low", "high"), rows)
 
 
 def decay_draw(data: Data, canvas: Canvas) -> None:
-    """Value over distance (log): three bounds, and the score of the key as a thin line."""
+    """Expected score over distance, one line for each kind of key."""
     axes = canvas.subplots()
-    *bounds, key = dict.fromkeys(data["line"].tolist())
-    draw_lines(axes, data, "distance", "value", "line", bounds)
-    rows = data["line"] == key
-    axes.plot(data["distance"][rows], data["value"][rows], label=key, color="#555555", linewidth=0.7)
-    axes.set(xscale="log", xlim=(1, 4096), xlabel="distance (tokens, log scale)", ylabel="relative to the maximum")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.18), ncols=2)
+    styles = (("#000000", 1.0, "-"), ("#b2182b", 1.6, "-"), ("#666666", 1.2, "--"))
+    for name, (color, width, dashes) in zip(dict.fromkeys(data["line"].tolist()), styles, strict=True):
+        x, y, low, high = (data[column][data["line"] == name] for column in ("distance", "value", "low", "high"))
+        axes.plot(x, y, label=name, color=color, linewidth=width, linestyle=dashes)
+    axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)  # of the last line
+    axes.set(xlim=(0, 1000), ylim=(-10, 66), xlabel="distance r (tokens)", ylabel="expected score q · k")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.15), ncols=3)
 
 
 FIGURES = {
@@ -330,10 +332,11 @@ FIGURES = {
         ),
         Figure(
             "decay",
-            "RoFormer's bound on a score of 64 pairs falls with the distance. A score (thin line) need not fall.",
+            "Expected score of a query and three kinds of keys: 64 numbers of variance 1, base 100,000. Band: most"
+            " unrelated keys (one standard deviation to each side of the mean).",
             decay_data,
             decay_draw,
-            size=(5.6, 4.0),
+            size=(5.6, 3.6),
         ),
     )
 }
