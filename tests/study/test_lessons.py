@@ -135,3 +135,4 @@ def test_the_course_lists_every_lesson_and_papers_are_linked_by_their_numbers() 
         assert text.startswith(f"# {title}\n")
         for id, url in re.findall(r"arXiv:(\d{4}\.\d{5})\]\((.*?)\)", text):
             assert url == f"https://arxiv.org/abs/{id}"
+            assert id in (LEARN / "references.md").read_text(), title
