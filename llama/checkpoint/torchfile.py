@@ -35,22 +35,20 @@ def read_torch(path: Path) -> dict[str, Tensor]:
 
     Raises CheckpointError if it holds anything but {str: dense CPU tensor}, or contradicts itself.
     """
-    found = read_nested(path)
-    for name, value in found.items():
-        if not isinstance(name, str) or not isinstance(value, Tensor):
-            raise CheckpointError(f"{path} has a {type(value).__name__} named {name!s:.80}, expected tensors by name")
-    return {name: tensor.detach() for name, tensor in found.items()}
+    return {name: tensor.detach() for name, tensor in read_nested(path, flat=True).items()}
 
 
-def read_nested(path: Path) -> dict[Any, Any]:
+def read_nested(path: Path, flat: bool = False) -> dict[Any, Any]:
     """A dict of dense CPU tensors, mapped, of numbers, strings and None, and of lists and dicts of all these.
 
-    A list or dict may be in itself. Raises CheckpointError if the file holds anything else, or contradicts itself.
+    flat  allow only {str: tensor}; otherwise, a list or dict may be in itself
+
+    Raises CheckpointError if the file holds anything else, or contradicts itself.
     """
     try:
         if not start_of(path).startswith(ZIP):
             raise CheckpointError(f"{path} is not in the format of torch 1.6 or later; save it again with torch.save")
-        return _read_archive(path)
+        return _read_archive(path, flat)
     except LlamaError:
         raise
     except Exception as error:  # of a dozen kinds; torch wraps some in a text that recommends weights_only=False
@@ -58,7 +56,7 @@ def read_nested(path: Path) -> dict[Any, Any]:
         raise DamagedError(f"torch.load can't read {path} ({type(cause).__name__}: {cause!s:.120})") from None
 
 
-def _read_archive(path: Path) -> dict[Any, Any]:
+def _read_archive(path: Path, flat: bool) -> dict[Any, Any]:
     records = read_records(path)
     reader: Any = torch._C.PyTorchFileReader(str(path))  # torch.load's, so that both see the same pickle
     content = reader.get_record("data.pkl")
@@ -71,6 +69,9 @@ def _read_archive(path: Path) -> dict[Any, Any]:
     found = torch.load(path, "cpu", mmap=True, weights_only=True)
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds a {type(found).__name__}, expected tensors by name")
+    for name, value in dict.items(found) if flat else ():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            raise CheckpointError(f"{path} has a {type(value).__name__} named {name!s:.80}, expected tensors by name")
     tensors = _dense_tensors(found, path)
 
     # Each storage of the tensors must be one record. The file is mapped as a whole: addresses follow the offsets.
