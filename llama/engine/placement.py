@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,8 +113,8 @@ class PlacedRunner(Runner):
 
 def describe_devices(model: Transformer) -> str:
     """The devices of a model's layers: 'cpu', or 'cpu (16 layers) and cuda:0 (16 layers)'."""
-    blocks: list[Any] = list(model.layers)
-    groups = [(device, len(list(g))) for device, g in groupby(block.attention_norm.weight.device for block in blocks)]
+    devices = [block.attention_norm.weight.device for block in model.layers]
+    groups = [(device, len(list(group))) for device, group in groupby(devices)]
     if len(groups) == 1:
         return str(model.norm.weight.device)
     return " and ".join(f"{device} ({count} layer{'s' * (count != 1)})" for device, count in groups)

@@ -72,7 +72,7 @@ def ablation_grid(
         raise UsageError("an ablation grid needs a text of at least two tokens")
     T, device = len(ids), model.tok_embeddings.weight.device
     tokens, positions = torch.tensor([ids], device=device), torch.arange(T, device=device)  # (1, T), (T,)
-    blocks: list[Any] = list(model.layers)
+    blocks = model.layers
     L, at = len(blocks), slice(None) if position is None else slice(position, position + 1)
     freqs_cis, mask = model.rope.freqs_cis(positions, T), causal_mask(positions, positions)
 
@@ -141,7 +141,7 @@ def without_sources(
     layers = [Earlier([x[:1, :, : S - 1].to(dtype) for x in layer.floats()]) for layer in cache.layers]
     for part in torch.tensor(sources, device=device).split(rows):  # (B,)
         read = torch.arange(S, device=device) != part[:, None, None, None]  # (B, 1, 1, S)
-        with patch(model, {"pattern.*": lambda weights, at, read=read: weights * read}):  # (B, H, 1, S)
+        with patch(model, {"pattern.*": partial(lambda read, weights, at: weights * read, read)}):  # (B, H, 1, S)
             h = model.tok_embeddings(torch.full((len(part), 1), ids[-1], device=device))  # (B, 1, C)
             for block, layer in zip(model.layers, layers, strict=True):
                 h = block(h, freqs_cis, None, positions, layer)  # (B, 1, C)

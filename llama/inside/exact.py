@@ -7,8 +7,6 @@ Letters: C model dim, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -65,8 +63,7 @@ def float32_copy(model: Transformer) -> Transformer:
     copy.load_state_dict(state, assign=True)
     if model.config.tie_embeddings:
         copy.output.weight = copy.tok_embeddings.weight
-    blocks: list[Any] = list(copy.layers)
-    for block in blocks:
+    for block in copy.layers:
         block.attention.attend = Attend(pick_attention(copy.norm.weight.device))
     copy.rope, copy.check_memory = model.rope, model.check_memory
     return copy

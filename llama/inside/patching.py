@@ -79,8 +79,8 @@ def patching_steps(
             f"patching compares texts token by token: expected equally many tokens, got {len(source)} and"
             f" {len(target)}; reword one of the texts"
         )
-    blocks: list[Any] = list(model.layers)
-    S, L = len(target), len(blocks)
+    S, blocks = len(target), model.layers
+    L = len(blocks)
     start = next((t for t in range(S) if source[t] != target[t]), S - 1)  # nothing before it differs
     earlier = [Earlier() if start else None for _ in blocks]
 
