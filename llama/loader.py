@@ -212,7 +212,8 @@ def build_plan(plan: Plan, model: Transformer, progress: Progress | None = None)
     """
     if plan.options.check_memory:
         check_memory(plan)
-    attach_runner(fill(model, plan, progress), plan)
+    fill(model, plan, progress)
+    attach_runner(model, plan)
     for warning in plan.warnings:
         LOG.warning("clearllama: warning: %s", warning)
     return model
@@ -347,8 +348,8 @@ def empty_model(plan: Plan) -> Transformer:
         return Transformer(plan.config, plan.rope, max_seq_len=plan.max_seq_len).requires_grad_(False).eval()
 
 
-def fill(model: Transformer, plan: Plan, progress: Progress | None = None) -> Transformer:
-    """Replace the layers of an empty model one by one with filled ones; returns the model."""
+def fill(model: Transformer, plan: Plan, progress: Progress | None = None) -> None:
+    """Replace the layers of an empty model one by one with filled ones."""
     if plan.checkpoint.adapters:  # part of the model's identity, for saved sessions
         identity = torch.frombuffer(bytearray.fromhex(plan.checkpoint.adapters_hash), dtype=torch.uint8)
         model.register_buffer("adapters", identity, persistent=False)
@@ -372,7 +373,6 @@ def fill(model: Transformer, plan: Plan, progress: Progress | None = None) -> Tr
                 done += sizes[name]
                 if progress is not None:
                     progress(done, total)
-    return model
 
 
 def fill_layer(model: Transformer, name: str, plan: Plan) -> None:
@@ -398,8 +398,8 @@ def fill_layer(model: Transformer, name: str, plan: Plan) -> None:
 
 
 # --------------------------------------------------------------------------------------------------- 3. the runner
-def attach_runner(model: Transformer, plan: Plan) -> Transformer:
-    """Set the runner that executes the model as the options ask; returns the model."""
+def attach_runner(model: Transformer, plan: Plan) -> None:
+    """Set the runner that executes the model as the options ask."""
     options = plan.options
     if "cuda" in {part.type for part in (*plan.placement.layers, plan.placement.output)}:
         no_cudnn_attention()
@@ -414,4 +414,3 @@ def attach_runner(model: Transformer, plan: Plan) -> Transformer:
         model.runner, model.make_cache = GraphRunner(model), FixedCaches()
     elif options.fast and cpu_runner.supports(model):
         model.runner = KernelRunner(model)
-    return model

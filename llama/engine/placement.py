@@ -9,6 +9,7 @@ The keys and values of a layer are on its device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -77,8 +78,8 @@ def spread(config: ModelConfig, devices: Sequence[torch.device]) -> Placement:
     if len(devices) > config.n_layers:
         raise UsageError(f"{len(devices)} devices for {config.n_layers} layers; name at most one device for each layer")
     vocabulary = config.vocab_size * config.dim
-    layer = (config.n_params - vocabulary * (1 if config.tie_embeddings else 2)) / config.n_layers
-    load, count = [0.0] * len(devices), [0] * len(devices)
+    layer = sum(map(math.prod, config.block_shapes.values()))
+    load, count = [0] * len(devices), [0] * len(devices)
     load[0] += vocabulary  # the embedding; a tied one too, if the output layer is on another device
     load[-1] += vocabulary
     for _ in range(config.n_layers):  # all layers have the same size: each goes to the least loaded device
