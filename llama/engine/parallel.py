@@ -65,8 +65,7 @@ class World:
         dist.broadcast_object_list(found, 0, self.group, torch.device("cpu"))
         if found[1] is not None:
             raise found[1]
-        result: T = found[0]
-        return result
+        return found[0]
 
     def agree(self, choice: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Rank 0's choice: tensors (n,) of ids and float32 numbers."""

@@ -77,8 +77,7 @@ def ablation_grid(
     freqs_cis, mask = model.rope.freqs_cis(positions, T), causal_mask(positions, positions)
 
     def run(block: Any, h: Tensor) -> Tensor:  # (B, T, C) -> (B, T, C), without a cache
-        x: Tensor = block(h, freqs_cis, mask, positions, None)
-        return x
+        return block(h, freqs_cis, mask, positions, None)
 
     most = max(1, STEP * L // T)  # rows of a step
     parts = model.config.n_heads + 1
@@ -152,8 +151,7 @@ def without_sources(
 def _difference(model: Transformer, h: Tensor, token: int, against: int) -> Tensor:
     """The difference of two logits: (B, C) -> (B,) float32."""
     logits = float32_logits(model, model.norm(h))  # (B, V)
-    found: Tensor = logits[:, token] - logits[:, against]
-    return found
+    return logits[:, token] - logits[:, against]
 
 
 def _without_heads(z: Tensor, place: Place, rows: range, at: slice, mean: bool) -> Tensor:

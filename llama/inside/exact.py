@@ -30,8 +30,7 @@ def float32_logits(model: Transformer, h: Tensor) -> Tensor:
     widens = isinstance(output, FewRowsLinear) and output.widens
     if isinstance(output, nn.Linear | FewRowsLinear) and output.weight.dtype != torch.float32 and not widens:
         return torch.cat([F.linear(h, rows.float()) for rows in output.weight.split(ROWS)], dim=-1)
-    found: Tensor = output(h)
-    return found
+    return output(h)
 
 
 def rounding(model: Transformer) -> float:

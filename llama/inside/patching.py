@@ -57,8 +57,7 @@ def patching_grid(model: Transformer | Llama, source: Sequence[int], target: Seq
         try:
             next(steps)
         except StopIteration as end:
-            grid: Grid = end.value
-            return grid
+            return end.value
 
 
 @torch.inference_mode()
@@ -89,8 +88,7 @@ def patching_steps(
         keys = torch.arange(end, device=device)  # (S,)
         mask = causal_mask(keys[start:], keys)  # (T, S)
         freqs_cis = model.rope.freqs_cis(keys[start:], S)
-        x: Tensor = blocks[layer](h.to(device), freqs_cis, mask, keys[start:], earlier[layer])
-        return x
+        return blocks[layer](h.to(device), freqs_cis, mask, keys[start:], earlier[layer])
 
     def logits_of(h: Tensor) -> Tensor:  # (B, T, C) -> (B, V), after the last token
         return float32_logits(model, model.norm(h[:, -1].to(model.norm.weight.device)))
