@@ -403,8 +403,8 @@ def attach_runner(model: Transformer, plan: Plan) -> None:
     """Set the runner that executes the model as the options ask."""
     options = plan.options
     if "cuda" in {part.type for part in (*plan.placement.layers, plan.placement.output)}:
-        # On recent GPUs PyTorch prefers cuDNN's attention, which prepares a plan for each new shape: tens of milliseconds
-        # for each new prompt length. Flash and memory-efficient attention remain enabled.
+        # On recent GPUs PyTorch prefers cuDNN's attention, which prepares a plan for each new shape: this takes tens of
+        # milliseconds for each new prompt length. Flash and memory-efficient attention remain enabled.
         torch.backends.cuda.enable_cudnn_sdp(False)
     model.cache_kind, model.world = options.kv_cache, options.world
     if options.world is not None:
