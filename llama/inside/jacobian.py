@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ..checkpoint.torchfile import read_nested
@@ -91,9 +92,18 @@ class JacobianLens:
         kept = metadata if type(metadata) is dict else {}
         return cls({layer: matrices[layer].detach().float() for layer in sorted(matrices)}, count, kept)
 
+    def pack(self, path: str | Path) -> None:
+        """Write the file of a lens that is part of the package: int8 with a float16 scale for each row."""
+        tensors = dict[str, Tensor]()
+        for layer, matrix in self.matrices.items():
+            scale = (matrix.abs().amax(1, keepdim=True) / 127).half()  # (C, 1)
+            tensors |= {f"{layer}.J": (matrix / scale.float()).round().clamp(-127, 127).char(), f"{layer}.scale": scale}
+        metadata = {**self.metadata, "n_prompts": self.n_prompts}
+        save_file(tensors, path, {name: str(value) for name, value in metadata.items()})
+
     @classmethod
     def unpack(cls, path: str | Path = SHIPPED) -> JacobianLens:
-        """Read the file of a lens that is part of the package: int8 with a float16 scale for each row."""
+        """Read what `pack` wrote."""
         with safe_open(path, "pt") as file:
             parts, metadata = {name: file.get_tensor(name) for name in file.offset_keys()}, file.metadata()
         layers = sorted(int(name.partition(".")[0]) for name in parts if name.endswith(".J"))

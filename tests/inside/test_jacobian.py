@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from llama import inside
@@ -138,18 +137,9 @@ def test_a_file_is_the_published_one(fitted: tuple[Transformer, JacobianLens], t
     assert torch.equal(JacobianLens.read(path, model).matrices[1], torch.eye(C))
 
 
-def pack(lens: JacobianLens, path: Path, **metadata: str) -> None:
-    """Write the file of a lens that is part of the package, as the one of the default model was written."""
-    tensors = dict[str, Tensor]()
-    for layer, matrix in lens.matrices.items():
-        scale = (matrix.abs().amax(1, keepdim=True) / 127).half()  # (C, 1)
-        tensors |= {f"{layer}.J": (matrix / scale.float()).round().clamp(-127, 127).char(), f"{layer}.scale": scale}
-    save_file(tensors, path, {**metadata, "n_prompts": str(lens.n_prompts)})
-
-
 def test_a_packed_lens_is_as_close_as_a_byte(fitted: tuple[Transformer, JacobianLens], tmp_path: Path) -> None:
     model, lens = fitted
-    pack(lens, tmp_path / "lens.safetensors", texts="of the test")
+    dataclasses.replace(lens, metadata={"texts": "of the test"}).pack(tmp_path / "lens.safetensors")
     packed = JacobianLens.unpack(tmp_path / "lens.safetensors")
     assert (packed.n_prompts, packed.metadata) == (2, {"texts": "of the test"})
     for layer, matrix in lens.matrices.items():
