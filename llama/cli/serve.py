@@ -68,7 +68,8 @@ def run(args: argparse.Namespace) -> None:
     if not local and key is None and not args.no_auth:
         raise UsageError(f"--host {args.host} needs a key, as other machines can connect: --api-key FILE, or --no-auth")
     listener = bind(args.host, args.port)
-    llm = loading.load(args)
+    llm, read_weights = loading.prepare(args)
+    read_weights()
     lens = loading.read_lens(args, llm.model)
     loading.set_chat_form(args, llm)
     if args.thinking_budget is not None:

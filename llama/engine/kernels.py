@@ -297,8 +297,7 @@ def linear_tiles(x: Tensor, tiles: Tensor, format: GroupFormat, out_features: in
 def rows_of_tiles(tiles: Tensor, ids: Tensor, shape: tuple[int, int], format: GroupFormat) -> Tensor:
     """Rows `ids` (n,) of a packed weight (N, K), dequantized as tiles.unpack does: (n, K) float32."""
     bits, group, offset, *rest = format
-    y: Tensor = torch.ops.clearllama.rows_of_tiles(tiles, ids.contiguous(), bits, group, offset, *shape, *rest)
-    return y
+    return torch.ops.clearllama.rows_of_tiles(tiles, ids.contiguous(), bits, group, offset, *shape, *rest)
 
 
 def quantize_to_tiles(weight: Tensor, clips: Sequence[float], bits: int, group: int, offset: bool) -> Tensor:
@@ -307,8 +306,7 @@ def quantize_to_tiles(weight: Tensor, clips: Sequence[float], bits: int, group: 
     if rows.dtype not in (torch.float32, torch.bfloat16):
         rows = rows.float()
     shares = torch.tensor(clips, dtype=torch.float32)
-    tiles: Tensor = torch.ops.clearllama.quantize_to_tiles(rows, shares, bits, group, offset)
-    return tiles
+    return torch.ops.clearllama.quantize_to_tiles(rows, shares, bits, group, offset)
 
 
 def pack_blocks(raw: Tensor, type: str, order: Tensor | None, out: Tensor) -> None:
@@ -337,5 +335,4 @@ def attend(
     """
     if mask is not None:
         mask = mask.contiguous()
-    y: Tensor = torch.ops.clearllama.attend(q, k, v, mask, k_scale, v_scale)  # (B, T, H, D)
-    return y.transpose(1, 2)
+    return torch.ops.clearllama.attend(q, k, v, mask, k_scale, v_scale).transpose(1, 2)  # from (B, T, H, D)

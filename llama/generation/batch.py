@@ -39,7 +39,7 @@ from torch import Tensor
 from .. import checks
 from ..cache import KVCache
 from ..engine.nonfinite import locate
-from ..errors import LlamaError, UsageError
+from ..errors import LlamaError
 from ..generate import next_logits, prompt_chunk, room_for
 from ..model import Transformer
 from ..sampling import (
@@ -191,12 +191,8 @@ class Batch:
         self.fed = 0.0  # prompt tokens since the last step of the answers; those late in a long text count more
         self.passed = 0  # chunks since the last turn of the oldest prompt
         self.longest = longest  # no request needs more positions
-        self._begun = False
 
     def __iter__(self) -> Iterator[Event]:
-        if self._begun:
-            raise UsageError("a batch can be iterated over only once; create another one for the same requests")
-        self._begun = True
         self.cache = self.model.new_cache(max(1, self.longest), batch=len(self.slots), fixed=False)
         self.rows: KVCache | None = None  # view of the cache rows that a step uses
         while True:

@@ -254,8 +254,7 @@ def _traits(model: Transformer) -> dict[str, Any]:
     for name in ("adapters", "patched"):  # buffers that the loader and a patch (inside/hooks.py) add
         if (identity := getattr(model, name, None)) is not None:
             settings[name] = bytes(identity.tolist()).hex()[:16]
-    plain: dict[str, Any] = json.loads(json.dumps(settings, default=dict))
-    return plain
+    return json.loads(json.dumps(settings, default=dict))
 
 
 def sample(model: Transformer) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from ..model import Transformer
 from ..text import Llama
 from .exact import float32_logits
 from .hooks import Place, activations, patch, transformer
+from .patching import Earlier
 from .trace import head_readouts, readout_of, sink
 
 STEP = 256  # tokens that all layers compute in one step, at most, as in a chunk of a prompt
@@ -71,13 +72,12 @@ def ablation_grid(
         raise UsageError("an ablation grid needs a text of at least two tokens")
     T, device = len(ids), model.tok_embeddings.weight.device
     tokens, positions = torch.tensor([ids], device=device), torch.arange(T, device=device)  # (1, T), (T,)
-    blocks: list[Any] = list(model.layers)
+    blocks = model.layers
     L, at = len(blocks), slice(None) if position is None else slice(position, position + 1)
     freqs_cis, mask = model.rope.freqs_cis(positions, T), causal_mask(positions, positions)
 
     def run(block: Any, h: Tensor) -> Tensor:  # (B, T, C) -> (B, T, C), without a cache
-        x: Tensor = block(h, freqs_cis, mask, positions, None)
-        return x
+        return block(h, freqs_cis, mask, positions, None)
 
     most = max(1, STEP * L // T)  # rows of a step
     parts = model.config.n_heads + 1
@@ -119,18 +119,6 @@ def ablation_grid(
     return AblationGrid(float(difference), direct, total, previous, first, repeated)
 
 
-class _Joined(NamedTuple):
-    """The cache of a layer for many rows with the same earlier tokens: keys and values (1, KV, S - 1, D) of these."""
-
-    k: Tensor
-    v: Tensor
-
-    def update(self, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, KV, 1, D) twice -> (B, KV, S, D) twice."""
-        rows = len(k)
-        return torch.cat((self.k.expand(rows, -1, -1, -1), k), 2), torch.cat((self.v.expand(rows, -1, -1, -1), v), 2)
-
-
 @torch.inference_mode()
 def without_sources(
     model: Transformer, ids: Sequence[int], cache: KVCache, sources: Sequence[int], token: int, against: int
@@ -148,12 +136,11 @@ def without_sources(
     S, device = len(ids), cache.device
     positions = torch.tensor([S - 1], device=device)  # (T,)
     freqs_cis, rows = model.rope.freqs_cis(positions, S), max(1, ROWS // S)
-    layers = [
-        _Joined(*(x[:1, :, : S - 1].to(model.norm.weight.dtype) for x in layer.floats())) for layer in cache.layers
-    ]
+    dtype = model.norm.weight.dtype
+    layers = [Earlier([x[:1, :, : S - 1].to(dtype) for x in layer.floats()]) for layer in cache.layers]
     for part in torch.tensor(sources, device=device).split(rows):  # (B,)
         read = torch.arange(S, device=device) != part[:, None, None, None]  # (B, 1, 1, S)
-        with patch(model, {"pattern.*": partial(_reading, read=read)}):
+        with patch(model, {"pattern.*": partial(lambda read, weights, at: weights * read, read)}):  # (B, H, 1, S)
             h = model.tok_embeddings(torch.full((len(part), 1), ids[-1], device=device))  # (B, 1, C)
             for block, layer in zip(model.layers, layers, strict=True):
                 h = block(h, freqs_cis, None, positions, layer)  # (B, 1, C)
@@ -161,16 +148,10 @@ def without_sources(
         yield found
 
 
-def _reading(weights: Tensor, place: Place, read: Tensor) -> Tensor:
-    """Attention weights (B, H, 1, S) where `read` (B, 1, 1, S) is True, else 0."""
-    return weights * read
-
-
 def _difference(model: Transformer, h: Tensor, token: int, against: int) -> Tensor:
     """The difference of two logits: (B, C) -> (B,) float32."""
     logits = float32_logits(model, model.norm(h))  # (B, V)
-    found: Tensor = logits[:, token] - logits[:, against]
-    return found
+    return logits[:, token] - logits[:, against]
 
 
 def _without_heads(z: Tensor, place: Place, rows: range, at: slice, mean: bool) -> Tensor:

@@ -117,8 +117,7 @@ class Tensors(NamedTuple):
 def tensors_of(model: Transformer) -> dict[str, Tensors]:
     """All names, in the order of the forward pass. Under `only_layers`, layers keep their original numbers."""
     found = {"embed": Tensors(model.tok_embeddings, SITES["embed"], None)}
-    blocks: list[Any] = list(model.layers)
-    for block in blocks:
+    for block in model.layers:
         layer = block.attention.layer
         for name, site in SITES.items():
             if name not in OUTSIDE:
@@ -280,8 +279,7 @@ def patch(model: Transformer | Llama, changes: Mapping[str, Function], identity:
     now = local()  # .positions: those of the pass that this thread runs
     with contextlib.ExitStack() as stack:
         stack.enter_context(marked(model, identity or uuid.uuid4().hex))
-        blocks: list[Any] = list(model.layers)
-        for block in dict.fromkeys(blocks):
+        for block in dict.fromkeys(model.layers):
             handle = block.register_forward_pre_hook(lambda _, inputs: setattr(now, "positions", inputs[3]))
             stack.callback(handle.remove)
         for pattern, function in changes.items():

@@ -69,9 +69,8 @@ class Recording:
 @contextlib.contextmanager
 def recording(model: Transformer) -> Iterator[Recording]:
     """Record the next forward pass: of a complete text without a cache, or of the last tokens after a cache."""
-    blocks: list[Any] = list(model.layers)
     with activations(model, ["embed", *(f"{site}.*" for site in RECORDED)]) as tensors:
-        yield Recording([block.attention.layer for block in blocks], tensors)
+        yield Recording([block.attention.layer for block in model.layers], tensors)
 
 
 def pair_norms(q: Tensor, k: Tensor) -> Tensor:
@@ -160,12 +159,10 @@ def head_readouts(model: Transformer, direction: Tensor) -> list[Tensor]:
     The output of a head, multiplied by its part of wo, is one of the terms whose sum is the last hidden state. So the
     product of a head's output (D,) with its readout is what the head adds to the logit.
     """
-    C, D = len(direction), model.config.head_dim
-    blocks: list[Any] = list(model.layers)
-    rows = torch.arange(C, device=direction.device)
+    rows, D = torch.arange(len(direction), device=direction.device), model.config.head_dim
     return [
         (direction @ make_embedding(block.attention.wo, torch.float32)(rows).float()).unflatten(-1, (-1, D))
-        for block in blocks  # (C,) @ (C, H * D) each
+        for block in model.layers  # (C,) @ (C, H * D) each
     ]
 
 
