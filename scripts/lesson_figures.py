@@ -148,9 +148,9 @@ def reach_data() -> Data:
 
 
 def divisors_data() -> Data:
-    """The divisors of `clearllama study scale`, without the method that depends on the length."""
+    """The divisors of `clearllama study scale`, without those of lesson 8."""
     data = scale.divisor_data()
-    rows = data["method"] != "dynamic"
+    rows = ~np.isin(data["method"], ["dynamic", "llama3"])
     return {name: column[rows] for name, column in data.items()}
 
 
@@ -268,8 +268,9 @@ FIGURES = {
         ),
         Figure(
             "arrows",
-            "q is blue, k is orange. Each arrow turns by 0.35 radians per position. First: no rotation. In the second"
-            " and third picture, q is four positions after k, and q · k is the same. In the fourth, q is four positions"
+            "q is blue, k is orange; the circle has radius 1. Each arrow turns by 0.35 radians per position. First: no"
+            " rotation. In the second and third picture, q is four positions after k, and q · k is the same. In the"
+            " fourth, q is four positions"
             " before k.",
             arrows_data,
             arrows_draw,
@@ -324,7 +325,7 @@ FIGURES = {
         ),
         Figure(
             "published",
-            "Divisor of each frequency in three models with 64 pairs, base 500,000 and trained length 8,192. Shaded:"
+            "Divisor of each frequency in three models with 64 pairs, base 500,000 and original length 8,192. Shaded:"
             " the slow pairs.",
             published_data,
             scale.divisor_draw,

@@ -120,8 +120,8 @@ RELATIVE = (
     " has its own curve."
 )
 TOEPLITZ = (
-    "Scores of one word at every position. If a score depends only on the distance, each diagonal has one shade. Only"
-    " where the codes are added to the word, bottom left, does it change along the diagonals. A = W_q^T W_k."
+    "Scores of one word at every position, each panel with its own scale. If a score depends only on the distance, each"
+    " diagonal has one shade. Bottom left, where the codes are added to the word, the diagonals change. A = W_q^T W_k."
 )
 TOPIC = Topic(
     report,
