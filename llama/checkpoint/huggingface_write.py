@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..checks import dtype_name
@@ -16,8 +18,7 @@ from ..rope import Layout, to_layout
 from ..rope_scaling import kind_of, rotated_entries, trained_length
 from .architectures import FULL, MODEL_TYPES, SLIDING
 from .base import PARTIAL, to_file_name
-from .huggingface import INDEX, LAYERS, NAMES
-from .weight import FLOATS
+from .huggingface import INDEX, LAYERS, NAMES, STORED
 from .write import Model, raw_bytes
 
 FILE_SIZE = 5 * 10**9  # bytes of weights in a file, about; as in transformers
@@ -26,16 +27,18 @@ FILE_SIZE = 5 * 10**9  # bytes of weights in a file, about; as in transformers
 class Entry(NamedTuple):
     """A tensor to write.
 
-    dtype     its name in safetensors files
     read      returns the values
     metadata  an entry for the header of the file, under the tensor's name
     """
 
-    dtype: str
+    dtype: torch.dtype
     shape: tuple[int, ...]
-    nbytes: int
     read: Callable[[], Tensor]
     metadata: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def write(folder: Path, model: Model, shards: int = 0) -> None:
@@ -53,7 +56,7 @@ def entry(model: Model, name: str, layout: Layout = "half") -> Entry:
     def read() -> Tensor:
         return to_layout(name, model.read(name), model.config.head_dim, "interleaved", layout)
 
-    return Entry(FLOATS[model.dtypes[name]], model.shapes[name], model.nbytes(name), read)
+    return Entry(model.dtypes[name], model.shapes[name], read)
 
 
 def write_weights(folder: Path, entries: Mapping[str, Entry], shards: int = 0) -> None:
@@ -66,23 +69,23 @@ def write_weights(folder: Path, entries: Mapping[str, Entry], shards: int = 0) -
     for i in range(count):
         file = "model.safetensors" if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors"
         part = {name: entries[name] for name in names[i * len(names) // count : (i + 1) * len(names) // count]}
-        metadata = {name: one.metadata for name, one in part.items() if one.metadata}
-        write_safetensors(folder / file, part, metadata)
+        write_safetensors(folder / file, part)
         weight_map |= dict.fromkeys(part, file)
     if count > 1:
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
 
 
-def write_safetensors(path: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> None:
+def write_safetensors(path: Path, entries: Mapping[str, Entry]) -> None:
     """Write one file: the length of the header, the header, the tensors.
 
     The safetensors library needs all tensors of a file in memory; this function needs one.
     """
+    metadata = {name: one.metadata for name, one in entries.items() if one.metadata}
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0
     for name, one in entries.items():
         start, end = end, end + one.nbytes
-        header[name] = {"dtype": one.dtype, "shape": list(one.shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": STORED[one.dtype], "shape": list(one.shape), "data_offsets": [start, end]}
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-(len(raw) + 8) % 64)  # aligns the first tensor to a cache line
     with open(path, "wb") as file:

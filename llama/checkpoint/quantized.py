@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, ConfigError
@@ -92,7 +93,7 @@ def write(folder: Path, model: Model, formats: Mapping[str, GroupFormat], scheme
         shape = tiles_shape((rows, columns), formats[name])
         bits, group, offset, *_ = formats[name]  # without a codebook or two levels of scales
         metadata = json.dumps({"shape": [rows, columns], "bits": bits, "group": group, "offset": offset})
-        entry = Entry("U8", shape, shape[0] * shape[1], partial(model.read, name), metadata)
+        entry = Entry(torch.uint8, shape, partial(model.read, name), metadata)
         entries[theirs.removesuffix("weight") + "tiles"] = entry
     huggingface_write.write_weights(folder, entries, shards)
     quantization = {"quant_method": METHOD, "format_version": VERSION, "scheme": scheme, "layout": LAYOUT}
