@@ -42,7 +42,11 @@ PARTIAL = "only a part of each head rotates (partial_rotary_factor), which can't
 META_NAMES, HUGGING_FACE_NAMES, GGUF_NAMES, EXAONE_NAMES = (
     {theirs[column]: ours for ours, theirs in NAMES.items() if theirs[column:]} for column in range(4)
 )
-HUGGING_FACE_NAMES |= {"self_attn.qkv_proj": "attention.wqkv", "mlp.gate_up_proj": "feed_forward.w_gate_up"}
+HUGGING_FACE_NAMES = {
+    "shared_mlp.input_linear": "feed_forward.w_gate_up", "shared_mlp.output_linear": "feed_forward.w_down",  # Granite 4
+    "self_attn.qkv_proj": "attention.wqkv", "mlp.gate_up_proj": "feed_forward.w_gate_up",
+    **HUGGING_FACE_NAMES,  # last: `to_file_name` writes the last name
+}  # fmt: skip
 GGUF_NAMES |= {"attn_qkv": "attention.wqkv"}  # matrices that are stored as one: see `model_weights`
 
 
@@ -83,11 +87,7 @@ class Checkpoint(ABC):
 
     def unscaled(self, name: str, layout: Layout) -> Weight:
         """A weight without its factor."""
-        weight = self._weights[name]
-        rows = torch.arange(sum(weight.shape[:1]))
-        if layout == self.layout or not name.endswith(ROTATED) or len(rows) % self.config.head_dim:
-            return weight  # `mismatches` reports a number of rows that does not fit
-        return ReorderedWeight(weight, to_layout(name, rows, self.config.head_dim, self.layout, layout))
+        return in_layout(self._weights[name], name, self.config.head_dim, self.layout, layout)
 
     def file_name(self, name: str) -> str:
         """The files' name of the tensor that the model calls `name`, whether or not they have it."""
@@ -113,6 +113,14 @@ class Checkpoint(ABC):
     def chat_format(self, tokenizer: Tokenizer) -> str | None:
         """The built-in chat format, for a checkpoint format that can't store a template; None for others."""
         return None
+
+
+def in_layout(weight: Weight, name: str, head_dim: int, source: Layout, target: Layout) -> Weight:
+    """A weight with the rows of wq and wk in another order; see `to_layout`."""
+    rows = torch.arange(sum(weight.shape[:1]))
+    if source == target or not name.endswith(ROTATED) or not len(rows) or len(rows) % head_dim:
+        return weight  # `mismatches` reports a number of rows that does not fit
+    return ReorderedWeight(weight, to_layout(name, rows, head_dim, source, target))
 
 
 def find_tokenizer(folder: Path, names: Sequence[str]) -> Path:
