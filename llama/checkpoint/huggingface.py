@@ -38,7 +38,6 @@ INDEX, BIN_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json
 
 NAMES = HUGGING_FACE_NAMES
 LAYERS = "model.layers"
-GRANITE_4_NAMES = {"shared_mlp.input_linear": "mlp.gate_up_proj", "shared_mlp.output_linear": "mlp.down_proj"}
 # Ends of the names of tensors that are not weights: RoPE tables, and scales for activations and the KV cache, which are
 # not quantized here
 UNUSED = (
@@ -78,11 +77,6 @@ def model_name(name: str) -> str | None:
     name = re.sub(r"^(model\.)?language_model\.", "", name)  # beside a vision model
     if name.startswith("transformer."):
         return base.to_model_name(name, EXAONE_NAMES, "transformer.h")
-    for theirs, usual in (
-        ("shared_mlp.input_linear", "mlp.gate_up_proj"),
-        ("shared_mlp.output_linear", "mlp.down_proj"),
-    ):
-        name = name.replace(theirs, usual)  # in Granite 4
     # In a model that was saved without its head, names lack the prefix "model."
     return base.to_model_name(name if name.startswith(("model.", "lm_head.")) else f"model.{name}", NAMES, LAYERS)
 
@@ -147,12 +141,8 @@ class StoredWeight(Weight):
     def mapped(self) -> list[Tensor]:
         return [tensor.read() for tensor in self.tensors]
 
-
-class StoredFloats(StoredWeight):
-    """A weight in floating point."""
-
     def floats(self) -> Tensor:
-        return self.tensors[0].read()[self.part].contiguous()
+        return self.tensors[0].read()[self.part].contiguous() if self.stored in DTYPES else super().floats()
 
 
 class Method(NamedTuple):
@@ -308,7 +298,6 @@ class HuggingFaceCheckpoint(Checkpoint):
         self.config, self.factors = folded(self.config, Fields(self.settings, CONFIG))
         self.generation = read_optional(folder / "generation_config.json")
         self.sampling = self._sampling()
-        self.tokenizer_settings = read_optional(folder / "tokenizer_config.json")
         self.chat_template = read_chat_template(folder)
         tensors = open_weights(folder)
         if settings.get("model_type") == "mistral3":
@@ -322,12 +311,9 @@ class HuggingFaceCheckpoint(Checkpoint):
         self.shapes = {name: weight.shape for name, weight in self._weights.items()}
 
     def own_tokenizer(self) -> Tokenizer:
-        from ..tokenizer import open_tokenizer
-
         path = base.find_tokenizer(self.path, ("tokenizer.json", "tokenizer.model"))
-        settings = self.tokenizer_settings or read_optional(path.with_name("tokenizer_config.json"))
-        bos_ids, stop_ids = self._ids("bos_token_id"), self._ids("eos_token_id")
-        return open_tokenizer(path, settings, Named(bos_ids, stop_ids, self.chat_template or ""))
+        ids = self._ids("bos_token_id"), self._ids("eos_token_id")
+        return read_tokenizer(path, Named(*ids, self.chat_template or ""))
 
     # ------------------------------------------------------------------------------------------------ the tensors
     def _collect(self, tensors: Sequence[StoredTensor]) -> dict[str, Weight]:
@@ -365,7 +351,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         """The weight that some tensors store. Raises CheckpointError."""
         first = next(iter(stored.values()))
         if stored.keys() <= {"weight", "bias"} and first.dtype in DTYPES:
-            return StoredFloats(stored, first.shape, first.dtype)
+            return StoredWeight(stored, first.shape, first.dtype)
         if self.method is None:
             raise first.error(f"expected one of {', '.join(DTYPES)}; get the weights in BF16")
         for suffix, tensor in stored.items():
