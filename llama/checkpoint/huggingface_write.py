@@ -69,18 +69,17 @@ def write_weights(folder: Path, entries: Mapping[str, Entry], shards: int = 0) -
     for i in range(count):
         file = "model.safetensors" if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors"
         part = {name: entries[name] for name in names[i * len(names) // count : (i + 1) * len(names) // count]}
-        write_safetensors(folder / file, part)
+        write_safetensors(folder / file, part, {name: one.metadata for name, one in part.items() if one.metadata})
         weight_map |= dict.fromkeys(part, file)
     if count > 1:
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
 
 
-def write_safetensors(path: Path, entries: Mapping[str, Entry]) -> None:
+def write_safetensors(path: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> None:
     """Write one file: the length of the header, the header, the tensors.
 
     The safetensors library needs all tensors of a file in memory; this function needs one.
     """
-    metadata = {name: one.metadata for name, one in entries.items() if one.metadata}
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0
     for name, one in entries.items():
