@@ -67,7 +67,7 @@ def plan_weights(
         if len(weight.shape) != 2:
             return dtype
         if scheme is not None and (tied or name != EMBEDDING):
-            return scheme_for(name.removesuffix(".weight"), scheme).format
+            return scheme_for(name, scheme).format
         stored = weight.format if keep and (name != EMBEDDING or device.type == "cpu") else None
         if stored is not None and (kept := kept_format(stored, device)):
             return kept

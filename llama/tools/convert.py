@@ -198,7 +198,7 @@ def format_for(name: str, weight: Weight, scheme: Scheme, tied: bool) -> GroupFo
         return None
     if name == EMBEDDING and not tied:
         return weight.format and weight.format.simple
-    return scheme_for("output" if name == EMBEDDING else name.removesuffix(".weight"), scheme).format
+    return scheme_for(name, scheme).format
 
 
 def model_of(
