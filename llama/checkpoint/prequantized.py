@@ -26,6 +26,7 @@ from .quantized import METHOD, clearllama
 from .weight import DTYPES
 
 FLOAT8 = "F8_E4M3"
+LARGEST_GROUP = 2**31
 INSTEAD = "run it with vLLM, or get the weights in BF16"
 
 
@@ -59,9 +60,9 @@ def _refuse(fields: Fields, *keys: str) -> None:
 
 
 def _group_size(fields: Fields) -> int:
-    """The number of columns in a group; -1 for a complete row."""
+    """The number of columns in a group. The largest one, a complete row, is written -1."""
     size = fields.get("group_size", int)
-    return size if size == -1 else integer(f"{fields.where}: group_size", size, 1, 2**31, ConfigError)
+    return LARGEST_GROUP if size == -1 else integer(f"{fields.where}: group_size", size, 1, LARGEST_GROUP, ConfigError)
 
 
 def _order(index: StoredTensor | None, columns: int, group: int, groups: int) -> Tensor | None:
@@ -88,7 +89,7 @@ def gptq(fields: Fields) -> Method:
     Format gptq stores each zero point minus 1, gptq_v2 the zero point itself. Those of a symmetric model are all equal,
     and their value is not used: files exist whose configuration names the wrong format.
     """
-    bits, size = _choice(fields, "bits", (4, 8)), _group_size(fields)
+    bits, group = _choice(fields, "bits", (4, 8)), _group_size(fields)
     symmetric, reorders = fields.get("sym", bool, False), fields.get("desc_act", bool, False)
     formats = [_choice(fields, key, ("gptq", "gptq_v2")) for key in ("checkpoint_format", "format")]
     # Carries into the next integer are intended: the writer subtracted `ones` from the whole word.
@@ -98,7 +99,6 @@ def gptq(fields: Fields) -> Method:
     def weight(layer: Layer) -> StoredWeight:
         qweight = layer.matrix("qweight", ("I32",))
         columns, rows = qweight.shape[0] * 32 // bits, qweight.shape[1]
-        group = size if size > 0 else columns
         groups = -(-columns // group)
         scales = layer["scales"].expect(DTYPES, (groups, rows))
         qzeros = layer["qzeros"].expect(("I32",), (groups, -(-rows * bits // 32)))
@@ -124,14 +124,13 @@ def gptq(fields: Fields) -> Method:
 def awq(fields: Fields) -> Method:
     """4 bits: qweight (K, N / 8), qzeros (G, N / 8), scales (G, N)."""
     _choice(fields, "bits", (4,))
-    size = _group_size(fields)
+    group = _group_size(fields)
     for key in ("version", "format", "checkpoint_format"):
         _choice(fields, key, ("gemm", "exllama", "ipex"))  # the last two are ways to run gemm's layout
 
     def weight(layer: Layer) -> StoredWeight:
         qweight = layer.matrix("qweight", ("I32",))
         columns, rows = qweight.shape[0], 8 * qweight.shape[1]
-        group = columns if size < 0 else min(size, columns)
         groups = -(-columns // group)
         scales = layer["scales"].expect(DTYPES, (groups, rows)).read().T
         qzeros = layer["qzeros"].expect(("I32",), (groups, rows // 8))
