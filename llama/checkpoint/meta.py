@@ -116,7 +116,9 @@ class MetaCheckpoint(Checkpoint):
     def read(self, name: str, part: tuple[slice, ...] = (ALL, ALL)) -> Tensor:
         """Rows and columns of a weight, or entries of a vector."""
         copies = self._has_copies(name)
-        if not copies and not self._is_spun(name):
+        # SpinQuant's code multiplies the input of this layer by a Hadamard matrix. The weight times it does the same.
+        spun = self._spun and name.endswith("w_down.weight")
+        if not copies and not spun:
             return self._merged(name, *part)
         weight = self._merged(name)
         if copies:
@@ -124,7 +126,7 @@ class MetaCheckpoint(Checkpoint):
             if not bool((heads == heads[:, :1]).all()):
                 raise DamagedError(f"{self.path}: the copies of the key/value heads in {name} differ")
             weight = heads[:, 0].flatten(0, 1)  # (KV * D, C)
-        return (hadamard(weight) if self._is_spun(name) else weight)[part]
+        return (hadamard(weight) if spun else weight)[part]
 
     def _match_names(self) -> dict[str, tuple[str, int | None]]:
         where, shard = self.files[0], self.shards[0]
@@ -208,13 +210,6 @@ class MetaCheckpoint(Checkpoint):
     def _has_copies(self, name: str) -> bool:
         """Whether this weight stores each key/value head several times."""
         return self._kv_copies > 1 and name.endswith((".wk.weight", ".wv.weight"))
-
-    def _is_spun(self, name: str) -> bool:
-        """Whether SpinQuant's code multiplies the input of this layer by a Hadamard matrix at run time.
-
-        `read` multiplies the weight by it instead, with the same result.
-        """
-        return self._spun and name.endswith("w_down.weight")
 
     # ----------------------------------------------------------------------------------------------- configuration
     def _read_config(self) -> tuple[ModelConfig, list[str]]:
