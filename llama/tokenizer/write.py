@@ -75,8 +75,10 @@ def gguf_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
     if rows.start > vocab_size:
         raise TokenizerError(f"the vocabulary has {rows.start} tokens, but the embedding only {vocab_size} rows")
     more = {"tokens": map(padding, rows), "token_type": [UNUSED] * len(rows), "scores": [PADDING_SCORE] * len(rows)}
-    padded = {f"tokenizer.ggml.{key}": values for key, values in more.items() if f"tokenizer.ggml.{key}" in entries}
-    return {**entries, **{key: [*entries[key], *values] for key, values in padded.items()}}
+    for key, values in more.items():
+        if (name := f"tokenizer.ggml.{key}") in entries:
+            entries[name] = [*entries[name], *values]
+    return entries
 
 
 def padding(id: int) -> str:
