@@ -154,12 +154,13 @@ class GGUFCheckpoint(Checkpoint):
             if name is None:
                 raise CheckpointError(f"{path}: {file_name:.80} is not part of a LLaMA decoder; try llama.cpp")
             weights[name] = tensor
-        self.config = _config(self.metadata, {name: weight.shape for name, weight in weights.items()}, tables)
+        fields = Fields(self.metadata, "metadata")
+        self.config = _config(fields, {name: weight.shape for name, weight in weights.items()}, tables)
         self._weights = base.model_weights(weights, self.config)
         self.shapes = {name: weight.shape for name, weight in self._weights.items()}
-        self.config, self.factors = folded(self.config, Fields(self.metadata, "metadata"))
+        self.config, self.factors = folded(self.config, fields)
         self.layout = GGUF_LAYOUTS[self.metadata["general.architecture"]]
-        self.chat_template = _chat_template(Fields(self.metadata, "metadata"))
+        self.chat_template = _chat_template(fields)
         if self.metadata.get("tokenizer.ggml.model") == "gpt2" and "tokenizer.ggml.pre" not in self.metadata:
             self.warnings = ["no key tokenizer.ggml.pre; using llama.cpp's default, with which answers may be poor"]
 
@@ -193,15 +194,13 @@ def _chat_template(metadata: Fields) -> str | Mapping[str, str] | None:
     return templates["default"] if templates.keys() == {"default"} else templates or None
 
 
-def _config(
-    metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], tables: Mapping[str, list[float]]
-) -> ModelConfig:
+def _config(metadata: Fields, shapes: Mapping[str, tuple[int, ...]], tables: Mapping[str, list[float]]) -> ModelConfig:
     """The architecture by the metadata. The loader checks it against the shapes of the tensors."""
-    architecture = known(Fields(metadata, "metadata"), "general.architecture", GGUF_LAYOUTS)
+    architecture = known(metadata, "general.architecture", GGUF_LAYOUTS)
     if "tok_embeddings.weight" not in shapes:
         raise ConfigError("the tensor token_embd.weight is missing")
     prefix = f"{architecture}."
-    own = {key.removeprefix(prefix): _same(value) for key, value in metadata.items() if key.startswith(prefix)}
+    own = {key.removeprefix(prefix): _same(value) for key, value in metadata.values.items() if key.startswith(prefix)}
     fields = Fields(own, architecture)
     n_heads, n_layers = fields.get("attention.head_count", int), fields.get("block_count", int)
     dim = fields.get("embedding_length", int)
