@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from abc import ABC, abstractmethod
@@ -61,7 +62,6 @@ class Checkpoint(ABC):
     names: Mapping[str, str] = MappingProxyType({})  # the files' names of tensors, without layers -> the model's
     layers: str = "layers"  # what the files call the layers
     factors: Mapping[str, float] = MappingProxyType({})  # of layers' weights and biases, as "wq": 0.5
-    shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # by the model's names; a tied output has none
     parts: Mapping[str, int]  # the files that hold weights -> bytes, in order
     chat_template: str | Mapping[str, str] | None = None  # Jinja source, or several by name (default, tool_use)
     sampling: Mapping[str, Any] = MappingProxyType({})  # default options: temperature, top_p, ...
@@ -70,6 +70,11 @@ class Checkpoint(ABC):
     adapters: Sequence[str] = ()  # descriptions of the adapters that are merged into the weights
     adapters_hash: str = ""  # of these adapters and their scales; "" if there are none
     tokenizer_override: Tokenizer | None = None  # in place of the checkpoint's own
+
+    @functools.cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the weights by the model's names; a tied output has none."""
+        return {name: weight.shape for name, weight in self._weights.items()}
 
     @property
     def about(self) -> Mapping[str, Any]:

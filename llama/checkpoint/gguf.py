@@ -157,7 +157,6 @@ class GGUFCheckpoint(Checkpoint):
         fields = Fields(self.metadata, "metadata")
         self.config = _config(fields, {name: weight.shape for name, weight in weights.items()}, tables)
         self._weights = base.model_weights(weights, self.config)
-        self.shapes = {name: weight.shape for name, weight in self._weights.items()}
         self.config, self.factors = folded(self.config, fields)
         self.layout = GGUF_LAYOUTS[self.metadata["general.architecture"]]
         self.chat_template = _chat_template(fields)

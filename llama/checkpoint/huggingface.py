@@ -308,7 +308,6 @@ class HuggingFaceCheckpoint(Checkpoint):
             tensors, self.config = text, dataclasses.replace(self.config, tie_embeddings=tied)
         self.parts = {path.name: path.stat().st_size for path in sorted({tensor.path for tensor in tensors})}
         self._weights = self._collect(tensors)
-        self.shapes = {name: weight.shape for name, weight in self._weights.items()}
 
     def own_tokenizer(self) -> Tokenizer:
         path = base.find_tokenizer(self.path, ("tokenizer.json", "tokenizer.model"))

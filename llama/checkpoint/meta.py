@@ -93,7 +93,6 @@ class MetaCheckpoint(Checkpoint):
         self.config, self.notes = self._read_config()
         tied = self.config.tie_embeddings
         self._weights = {key: MetaWeight(self, key) for key in self._axes if not (tied and key == OUTPUT)}
-        self.shapes = {key: weight.shape for key, weight in self._weights.items()}
         self.warnings = base.unknown_keys(self.params, NO_EFFECT)
 
     def own_tokenizer(self) -> Tokenizer:
