@@ -30,9 +30,7 @@ from .base import GGUF_NAMES, Checkpoint
 from .gguf_header import MAGIC, TensorInfo, read_header
 from .weight import DTYPES, Blocks, Weight
 
-LAYERS = "blk"
 TEMPLATE = "tokenizer.chat_template"
-NAMES = GGUF_NAMES
 # Keys that would change what is computed, and the value that changes nothing
 PLAIN_VALUES = {
     "expert_count": 0, "attention.causal": True, "attention.scale": 0.0, "attention.clamp_kqv": 0.0,
@@ -136,7 +134,7 @@ class GGUFCheckpoint(Checkpoint):
     """A GGUF model of an architecture in GGUF_LAYOUTS. See Checkpoint for the members."""
 
     format = "GGUF"
-    names, layers = NAMES, LAYERS
+    names = GGUF_NAMES
 
     def __init__(self, path: Path):
         self.path = path
@@ -150,7 +148,7 @@ class GGUFCheckpoint(Checkpoint):
         tables = {name: stored.pop(name).floats().double().flatten().tolist() for name in TABLES if name in stored}
         weights: dict[str, Weight] = {}
         for file_name, tensor in stored.items():
-            name = base.to_model_name(file_name, NAMES, LAYERS)
+            name = base.to_model_name(file_name, GGUF_NAMES)
             if name is None:
                 raise CheckpointError(f"{path}: {file_name:.80} is not part of a LLaMA decoder; try llama.cpp")
             weights[name] = tensor

@@ -175,7 +175,7 @@ class ShardedCheckpoint(Checkpoint):
             widths = f"{config.n_heads} heads, {config.n_kv_heads} key/value heads and {config.hidden_dim} features"
             raise UsageError(f"{widths} can't be divided among {ranks} processes; numbers that work: {sizes}")
         self.whole, self.rank, self.ranks = whole, rank, ranks
-        self.path, self.format, self.names, self.layers = whole.path, whole.format, whole.names, whole.layers
+        self.path, self.format, self.names = whole.path, whole.format, whole.names
         self.parts, self.warnings = whole.parts, whole.warnings
         self.adapters, self.adapters_hash = whole.adapters, whole.adapters_hash
         self.config = dataclasses.replace(
