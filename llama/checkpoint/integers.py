@@ -72,7 +72,7 @@ class IntegerWeight(StoredWeight):
         if self.order is not None:
             return None
         single, scale = self.group >= self.whole[1], self.scale.float()
-        zero = None if self.zero is None else self.zero(slice(None))
+        zero = None if self.zero is None else self.zero(slice(self.whole[0]))
         offset = zero is not None and bool((zero != 2 ** (self.width - 1)).any())
         if single and self.width == 8 and not offset:
             return GroupFormat(8, 0, False)
