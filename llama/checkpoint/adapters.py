@@ -101,10 +101,15 @@ class AdaptedCheckpoint(Checkpoint):
     """
 
     def __init__(self, base: Checkpoint, adapters: Sequence[tuple[Adapter, float]]):
+<<<<<<< HEAD
         self.base = base
         self.path, self.format, self.config = base.path, base.format, base.config
         self.parts, self.chat_template, self.sampling = base.parts, base.chat_template, base.sampling
         self.warnings, self.notes, self.factors = base.warnings, base.notes, base.factors
+=======
+        vars(self).update(vars(base))  # as the base, except for what follows
+        self.base, self.format, self.layout = base, base.format, "interleaved"
+>>>>>>> wip-lean1
         self.shapes, tied = dict(base.shapes), self.config.tie_embeddings
         if tied:
             self.shapes[OUTPUT] = self.shapes.get(EMBEDDING, ())
@@ -186,7 +191,7 @@ class AdaptedCheckpoint(Checkpoint):
         return self.base.file_name(name)
 
     def own_tokenizer(self) -> Tokenizer:
-        if self._tokenizer is not None and self.base.tokenizer_override is None:
+        if self._tokenizer is not None:
             named = Named(template=self.chat_template or "")
             with contextlib.suppress(TokenizerError):  # the base may have no tokenizer
                 own = self.base.own_tokenizer()
@@ -194,7 +199,7 @@ class AdaptedCheckpoint(Checkpoint):
                 named = dataclasses.replace(named, bos_ids=bos_ids, stop_ids=sorted(own.stop_ids))
             return read_tokenizer(self._tokenizer, named)
         before, after = self.base.config.vocab_size, self.config.vocab_size
-        if before != after and self.base.tokenizer_override is None:
+        if before != after:
             raise TokenizerError(
                 f"adapter {'; '.join(self.adapters)} resizes the vocabulary from {before} to {after} tokens, but has no"
                 " tokenizer in its folder; name the one that it was trained with (--tokenizer)"

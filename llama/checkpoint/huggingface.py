@@ -36,8 +36,11 @@ from .weight import DTYPES, FLOATS, Weight
 CONFIG = "config.json"
 INDEX, BIN_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"
 
+<<<<<<< HEAD
 NAMES = HUGGING_FACE_NAMES
 LAYERS = "model.layers"
+=======
+>>>>>>> wip-lean1
 # Ends of the names of tensors that are not weights: RoPE tables, and scales for activations and the KV cache, which are
 # not quantized here
 UNUSED = (
@@ -76,9 +79,13 @@ def model_name(name: str) -> str | None:
     """The model's name of a tensor of a file or adapter; None for one that a LLaMA decoder does not have."""
     name = re.sub(r"^(model\.)?language_model\.", "", name)  # beside a vision model
     if name.startswith("transformer."):
+<<<<<<< HEAD
         return base.to_model_name(name, EXAONE_NAMES, "transformer.h")
+=======
+        return base.to_model_name(name, EXAONE_NAMES)
+>>>>>>> wip-lean1
     # In a model that was saved without its head, names lack the prefix "model."
-    return base.to_model_name(name if name.startswith(("model.", "lm_head.")) else f"model.{name}", NAMES, LAYERS)
+    return base.to_model_name(name if name.startswith(("model.", "lm_head.")) else f"model.{name}", HUGGING_FACE_NAMES)
 
 
 def recognizes(folder: Path) -> bool:
@@ -286,7 +293,7 @@ def _read_rope(fields: Fields, family: architectures.ModelType) -> tuple[float, 
 class HuggingFaceCheckpoint(Checkpoint):
     """A folder in Hugging Face's format. See Checkpoint for the members."""
 
-    names, layers = NAMES, LAYERS
+    names = HUGGING_FACE_NAMES
 
     def __init__(self, folder: Path, settings: dict[str, Any], method: Method | None):
         """settings: the content of config.json; method: how weights are quantized."""
@@ -308,7 +315,6 @@ class HuggingFaceCheckpoint(Checkpoint):
             tensors, self.config = text, dataclasses.replace(self.config, tie_embeddings=tied)
         self.parts = {path.name: path.stat().st_size for path in sorted({tensor.path for tensor in tensors})}
         self._weights = self._collect(tensors)
-        self.shapes = {name: weight.shape for name, weight in self._weights.items()}
 
     def own_tokenizer(self) -> Tokenizer:
         path = base.find_tokenizer(self.path, ("tokenizer.json", "tokenizer.model"))

@@ -17,8 +17,13 @@ from ..errors import ConfigError
 from ..rope import Layout, to_layout
 from ..rope_scaling import kind_of, rotated_entries, trained_length
 from .architectures import FULL, MODEL_TYPES, SLIDING
+<<<<<<< HEAD
 from .base import PARTIAL, to_file_name
 from .huggingface import INDEX, LAYERS, NAMES, STORED
+=======
+from .base import HUGGING_FACE_NAMES, PARTIAL, to_file_name
+from .huggingface import INDEX, STORED
+>>>>>>> wip-lean1
 from .write import Model, raw_bytes
 
 FILE_SIZE = 5 * 10**9  # bytes of weights in a file, about; as in transformers
@@ -45,7 +50,7 @@ def write(folder: Path, model: Model, shards: int = 0) -> None:
     """Fill an empty folder with `shards` files of weights; 0 means as many as needed for about 5 GB each."""
     if family_keys(model.config)[0] == "phi3":
         raise ConfigError(PARTIAL)
-    write_weights(folder, {to_file_name(name, NAMES, LAYERS): entry(model, name) for name in model.shapes}, shards)
+    write_weights(folder, {to_file_name(name, HUGGING_FACE_NAMES): entry(model, name) for name in model.shapes}, shards)
     write_json(folder / "config.json", config_json(model))
     write_tokenizer(folder, model)
 

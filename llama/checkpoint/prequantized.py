@@ -108,7 +108,7 @@ def gptq(fields: Fields) -> Method:
 
         def zero(part: slice) -> Any:
             words = (qzeros.read().numpy().view(np.uint32) + ones).view(np.int32)
-            return unpack_words(words, bits, slice(*part.indices(rows))).T  # (n, G)
+            return unpack_words(words, bits, part).T  # (n, G)
 
         def quants(part: slice) -> Any:
             return unpack_words(qweight.read()[:, part].numpy().T, bits)
@@ -158,8 +158,7 @@ def _scaled_floats(
     down, across = block[scale.shape]
 
     def floats(part: slice) -> Tensor:
-        first, last, _ = part.indices(rows)
-        scales = scale.read().float().view(-1, -(-columns // across))[torch.arange(first, last) // down]
+        scales = scale.read().float().view(-1, -(-columns // across))[torch.arange(part.start, part.stop) // down]
         return weight.read()[part].float().mul_(repeated(scales, across, columns))  # (n, K)
 
     return DequantizedWeight(layer, "FP8", (rows, columns), floats)
@@ -225,7 +224,7 @@ def compressed_tensors(fields: Fields) -> Method:
 
         def zero(part: slice) -> Any:
             zeros = layer["weight_zero_point"].read().numpy().T
-            return unpack_words(zeros, bits, slice(*part.indices(rows))).T  # (n, G)
+            return unpack_words(zeros, bits, part).T  # (n, G)
 
         quants = _signed_bytes(packed) if packed.dtype == "I8" else unpacked
         if not symmetric:
@@ -288,7 +287,7 @@ def _codebook(layer: Layer, state: StoredTensor) -> StoredWeight:
         table = layer["weight.nested_quant_map"].expect(("F32",), (256,)).read()
 
     def floats(part: slice) -> Tensor:
-        first, last = (row * columns for row in part.indices(rows)[:2])
+        first, last = part.start * columns, part.stop * columns
         pairs = torch.cartesian_prod(values, values)  # (256, 2), by byte; the first in the high 4 bits
         found = F.embedding(packed[first // 2 : last // 2].int(), pairs).flatten()  # (n K,)
         start, end = first // block, -(-last // block)

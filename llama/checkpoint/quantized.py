@@ -25,8 +25,8 @@ from ..quant.tiles import TILE, tiles_shape, unpack
 from ..rope import Layout
 from ..system.documents import Fields, parse_json
 from . import huggingface_write
-from .base import to_file_name
-from .huggingface import CONFIG, LAYERS, NAMES, Layer, Method, StoredTensor, StoredWeight
+from .base import HUGGING_FACE_NAMES, to_file_name
+from .huggingface import CONFIG, Layer, Method, StoredTensor, StoredWeight
 from .huggingface_write import Entry
 from .weight import Weight
 from .write import Model
@@ -85,7 +85,7 @@ def write(folder: Path, model: Model, formats: Mapping[str, GroupFormat], scheme
     """Fill an empty folder. formats: of the weights that model.read returns as tiles."""
     entries = {}
     for name in sorted(model.shapes, key=lambda name: (name not in formats, -model.dtypes[name].itemsize)):  # aligned
-        theirs = to_file_name(name, NAMES, LAYERS)
+        theirs = to_file_name(name, HUGGING_FACE_NAMES)
         if name not in formats:
             entries[theirs] = huggingface_write.entry(model, name, LAYOUT)
             continue

@@ -175,6 +175,12 @@ class ShardedCheckpoint(Checkpoint):
             raise UsageError(f"{widths} can't be divided among {ranks} processes; numbers that work: {sizes}")
         vars(self).update(vars(whole))
         self.whole, self.rank, self.ranks = whole, rank, ranks
+<<<<<<< HEAD
+=======
+        self.path, self.format, self.names = whole.path, whole.format, whole.names
+        self.parts, self.warnings = whole.parts, whole.warnings
+        self.adapters, self.adapters_hash = whole.adapters, whole.adapters_hash
+>>>>>>> wip-lean1
         self.config = dataclasses.replace(
             config,
             n_heads=config.n_heads // ranks,

@@ -25,7 +25,6 @@ class OwnCheckpoint(Checkpoint):
         self.path, self.config = folder, ModelConfig(**read_json(folder / "sizes.json"))
         tensors = open_file(folder / WEIGHTS)
         self._weights = {name: StoredWeight({"": one}, one.shape, one.dtype) for name, one in tensors.items()}
-        self.shapes = {name: weight.shape for name, weight in self._weights.items()}
         self.parts = {WEIGHTS: (folder / WEIGHTS).stat().st_size}
 
     def own_tokenizer(self) -> Tokenizer:
