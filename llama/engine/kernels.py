@@ -36,6 +36,7 @@ from torch import Tensor
 from ..errors import UsageError
 from ..quant.groups import GroupFormat
 from ..system.folders import cache_folder, load_code
+from ..system.memory import read
 from .runtime import end_openmp_threads
 
 LOG = logging.getLogger(__name__)
@@ -83,10 +84,7 @@ def pick_form() -> str | None:
 
 def arm_features() -> dict[str, bool]:
     """The instructions of ARM processors that the kernels use, and whether Linux lists them."""
-    try:
-        lines = CPUINFO.read_text(errors="replace").splitlines()
-    except OSError:
-        lines = []
+    lines = read(CPUINFO).splitlines()
     listed = next((line.partition(":")[2].split() for line in lines if line.startswith("Features")), [])
     return {name: flag in listed for name, flag in (("dotprod", "asimddp"), ("i8mm", "i8mm"), ("bf16", "bf16"))}
 
@@ -272,12 +270,6 @@ def all_threads() -> Iterator[None]:
     finally:
         library.clearllama_choose_threads(threads, 1)
         end_openmp_threads()
-
-
-def choose_threads(count: int) -> None:
-    """Set the number of threads for the kernels that the calling thread runs; 0: as many as PyTorch uses."""
-    if (library := _library()) is not None:
-        library.clearllama_choose_threads(count, 0)
 
 
 # --------------------------------------------------------------------------------------------------- the operators

@@ -13,6 +13,7 @@ import torch
 from .. import checks
 from ..errors import UsageError
 from ..system.cores import default_threads
+from ..system.memory import read
 
 DTYPES = {
     "float32": torch.float32,
@@ -96,11 +97,7 @@ def end_openmp_threads() -> None:
 @functools.cache
 def _openmp() -> list[ctypes.CDLL]:
     """The loaded libraries of GNU's OpenMP, usually PyTorch's copy. Other implementations work after a fork."""
-    try:
-        maps = Path("/proc/self/maps").read_text(errors="surrogateescape")
-    except OSError:  # not Linux
-        return []
-    paths = sorted(set(re.findall(r"\S*/libgomp[^/\n]*", maps)))
+    paths = sorted(set(re.findall(r"\S*/libgomp[^/\n]*", read(Path("/proc/self/maps")))))  # none outside Linux
     return [library for path in paths if hasattr(library := ctypes.CDLL(path), "omp_pause_resource_all")]
 
 

@@ -247,6 +247,6 @@ class Answer:
         scores = logprobs if self.job.params.scored else None
         tops = [token.top for token in self._tokens if token.top] or None
         full, reasoning = "".join([*self._texts, text]), "".join([*self._reasoning, thought]) or None
-        prompt = self.prompt and [token.logprob for token in self.prompt]
+        prompt = None if self.prompt is None else [token.logprob for token in self.prompt]
         completion = Completion(full, self.ids, finish, scores, stats, tops, prompt, reasoning)
         return Piece(text, completion, reasoning=thought or None)

@@ -22,9 +22,9 @@ from ..errors import NumericalError, UsageError
 from ..model import Transformer
 from ..text import Llama
 from .exact import float32_logits
-from .hooks import Place, activations, patch, transformer
+from .hooks import Place, patch, transformer
 from .patching import Earlier
-from .trace import head_readouts, readout_of, sink
+from .trace import direct_effects, readout, recording, sink
 
 STEP = 256  # tokens that all layers compute in one step, at most, as in a chunk of a prompt
 ROWS = 2**12  # keys of all rows of a pass together; with more, allocating memory takes longer than computing
@@ -83,34 +83,34 @@ def ablation_grid(
     parts = model.config.n_heads + 1
     groups = [range(start, min(start + most, parts)) for start in range(0, parts, most)]
     done, count = 0, len(groups) * L * (L + 1) // 2
-    h = model.tok_embeddings(tokens)  # (1, T, C)
-    logits, outputs, mlps, scores = [], [], [], []
+    scores = []  # of each layer
+
+    def measured(weights: Tensor, place: Place) -> Tensor:  # (1, H, T, T)
+        own = weights[0]
+        scores.append(torch.stack((own.diagonal(-1, -2, -1).mean(-1), sink(own), _induction(own, tokens[0]))))
+        return weights
+
+    with recording(model, ("resid_post", "z", "mlp_out")) as seen, patch(model, {"pattern.*": measured}):
+        model.hidden(tokens)
+    states, direction = seen.hidden, readout(model, seen, token, against)  # (T, C) before each block and at last, (C,)
+    mlps = torch.stack([mlp[-1].float() @ direction for mlp in seen.rows("mlp_out")])  # (L,)
+    direct = torch.cat((direct_effects(model, seen, direction), mlps[:, None]), 1)  # (L, H + 1)
+    difference = _difference(model, states[-1][-1:], token, against)  # (1,)
+    logits = []
     for number, block in enumerate(blocks):
         layer, found = block.attention.layer, []
         for rows in groups:
             changes = {f"z.{layer}": partial(_without_heads, rows=rows, at=at, mean=mean)}
             changes |= {f"mlp_out.{layer}": partial(_without_mlp, row=parts - 1 - rows.start, at=at, mean=mean)}
             with patch(model, changes):
-                x = run(block, h.expand(len(rows), -1, -1))  # (B, T, C): row i without part rows[i]
+                x = run(block, states[number].expand(len(rows), -1, -1))  # (B, T, C): row i without part rows[i]
             for later in [*blocks[number + 1 :], None]:
                 done += 1
                 yield done, count
                 if later is not None:
                     x = run(later, x)  # (B, T, C)
             found.append(_difference(model, x[:, -1], token, against))  # (B,)
-        with activations(model, [f"pattern.{layer}", f"z.{layer}", f"mlp_out.{layer}"]) as seen:
-            h = run(block, h)  # (1, T, C)
-        weights, z, mlp = (tensor[0] for tensor in seen.values())
         logits.append(torch.cat(found))
-        outputs.append(z[-1].float())
-        mlps.append(mlp[-1].float())
-        scores.append(
-            torch.stack((weights.diagonal(-1, -2, -1).mean(-1), sink(weights), _induction(weights, tokens[0])))
-        )
-    difference = _difference(model, h[:, -1], token, against)  # (1,)
-    direction = readout_of(model, h[0, -1], token, against)  # (C,)
-    heads = [(z * own).sum(-1) for z, own in zip(outputs, head_readouts(model, direction), strict=True)]  # (H,) each
-    direct = torch.stack([torch.cat((own, (mlp @ direction)[None])) for own, mlp in zip(heads, mlps, strict=True)])
     previous, first, induction = torch.stack(scores, 1)  # (L, H) each
     repeated = None if bool(induction.isnan().any()) else induction
     total = difference - torch.stack(logits)  # (L, H + 1)
