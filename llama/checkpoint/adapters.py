@@ -101,15 +101,8 @@ class AdaptedCheckpoint(Checkpoint):
     """
 
     def __init__(self, base: Checkpoint, adapters: Sequence[tuple[Adapter, float]]):
-<<<<<<< HEAD
-        self.base = base
-        self.path, self.format, self.config = base.path, base.format, base.config
-        self.parts, self.chat_template, self.sampling = base.parts, base.chat_template, base.sampling
-        self.warnings, self.notes, self.factors = base.warnings, base.notes, base.factors
-=======
         vars(self).update(vars(base))  # as the base, except for what follows
         self.base, self.format, self.layout = base, base.format, "interleaved"
->>>>>>> wip-lean1
         self.shapes, tied = dict(base.shapes), self.config.tie_embeddings
         if tied:
             self.shapes[OUTPUT] = self.shapes.get(EMBEDDING, ())
