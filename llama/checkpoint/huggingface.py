@@ -36,11 +36,6 @@ from .weight import DTYPES, FLOATS, Weight
 CONFIG = "config.json"
 INDEX, BIN_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"
 
-<<<<<<< HEAD
-NAMES = HUGGING_FACE_NAMES
-LAYERS = "model.layers"
-=======
->>>>>>> wip-lean1
 # Ends of the names of tensors that are not weights: RoPE tables, and scales for activations and the KV cache, which are
 # not quantized here
 UNUSED = (
@@ -79,11 +74,7 @@ def model_name(name: str) -> str | None:
     """The model's name of a tensor of a file or adapter; None for one that a LLaMA decoder does not have."""
     name = re.sub(r"^(model\.)?language_model\.", "", name)  # beside a vision model
     if name.startswith("transformer."):
-<<<<<<< HEAD
-        return base.to_model_name(name, EXAONE_NAMES, "transformer.h")
-=======
         return base.to_model_name(name, EXAONE_NAMES)
->>>>>>> wip-lean1
     # In a model that was saved without its head, names lack the prefix "model."
     return base.to_model_name(name if name.startswith(("model.", "lm_head.")) else f"model.{name}", HUGGING_FACE_NAMES)
 

@@ -17,13 +17,8 @@ from ..errors import ConfigError
 from ..rope import Layout, to_layout
 from ..rope_scaling import kind_of, rotated_entries, trained_length
 from .architectures import FULL, MODEL_TYPES, SLIDING
-<<<<<<< HEAD
-from .base import PARTIAL, to_file_name
-from .huggingface import INDEX, LAYERS, NAMES, STORED
-=======
 from .base import HUGGING_FACE_NAMES, PARTIAL, to_file_name
 from .huggingface import INDEX, STORED
->>>>>>> wip-lean1
 from .write import Model, raw_bytes
 
 FILE_SIZE = 5 * 10**9  # bytes of weights in a file, about; as in transformers
