@@ -82,6 +82,7 @@ def precision_draw(data: Data, canvas: Canvas) -> None:
 
 CAPTION = (
     "Error of cos and sin by position, the largest of all pairs (Llama 3.1: 64 pairs, base 500,000). Rounding"
-    " positions or frequencies to bfloat16 makes the angle useless within a thousand tokens."
+    " positions or frequencies to bfloat16 makes the angles of some fast pairs useless within a thousand"
+    " tokens."
 )
 TOPIC = Topic(report, (Figure("precision", CAPTION, precision_data, precision_draw, size=(5.8, 3.8)),))
