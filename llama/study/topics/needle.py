@@ -126,7 +126,7 @@ def draw_depth(table: Data, canvas: Canvas) -> None:
 
 NEEDLE = "Perplexity of the text, and recall of the facts in the first trained length. Dotted: chance."
 DEPTH = (
-    "Each square is a question, black if all digits are right. Across: when it was asked. Up: where its fact stands."
+    "Each square is a question, filled if all digits are right. Across: when it was asked. Up: where its fact stands."
 )
 TOPIC = Topic(
     answering(_found, _report),
