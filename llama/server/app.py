@@ -1,4 +1,4 @@
-"""The endpoints: the page at /, /health, /metrics, /v1/models, /v1/chat/completions, /v1/completions and /look."""
+"""The endpoints: the page at /, /health, /metrics, /v1/models, the three kinds of answers in APIS, and /look."""
 
 from __future__ import annotations
 
@@ -42,15 +42,16 @@ from .requests import (
     parse_patching,
     parse_sources,
 )
+from .responses import Responses
 
 log = logging.getLogger(__name__)
 
-APIS: dict[str, Api] = {"/v1/chat/completions": Chat(), "/v1/completions": Completions()}
+APIS: dict[str, Api] = {"/v1/chat/completions": Chat(), "/v1/completions": Completions(), "/v1/responses": Responses()}
 EVENTS = Format()
 IGNORED_HEADER = "X-Clearllama-Ignored"  # names the fields of a request that have no effect
 AUTHENTICATE = {"WWW-Authenticate": "Bearer"}
 # The keys that ask for a grammar, perhaps with escapes or in UTF-16. Escapes elsewhere are text of many languages.
-SCHEMAS = rb"response_format|tool_choice|tools|structured_outputs|guided_\w+|grammar|json_schema"
+SCHEMAS = rb"format|tool_choice|tools|structured_outputs|guided_\w+|grammar|json_schema"
 MAY_HAVE_SCHEMA = re.compile(rb"(" + SCHEMAS + rb'|\\u[0-9a-fA-F]{4}[a-z_]{0,14})"\s*:|\0')
 # path -> file in the package. The page needs no key; what it shows does
 PAGE = {"/": "server/page/index.html"}

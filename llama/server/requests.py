@@ -94,6 +94,7 @@ class AnswerRequest:
     tools: list[dict[str, Any]] = field(default_factory=list)
     several_calls: bool = True
     unlimited: bool = False  # without max_tokens
+    repeated: dict[str, Any] = field(default_factory=dict)  # fields that the response repeats
 
 
 class UnknownModel(UsageError):
