@@ -439,15 +439,16 @@ def test_an_agent_calls_a_function_and_answers(tiny_llm: Llama) -> None:
     called = []
 
     @agents.function_tool
-    def weather(city: str, degrees: int) -> str:
+    def weather(city: Literal["Paris", "Rome"]) -> str:
         """Return the weather."""
-        called.append((city, degrees))
+        called.append(city)
         return "sunny"
 
     async def run(url: str, stream: bool) -> Any:
         client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         model = agents.OpenAIResponsesModel("tiny", client)
-        settings = agents.ModelSettings(tool_choice="required", temperature=0.9, extra_body={"ignore_eos": False})
+        ends = {"min_tokens": 9, "logit_bias": {str(id): 100 for id in tiny_llm.tokenizer.stop_ids}}
+        settings = agents.ModelSettings(tool_choice="required", temperature=0.9, extra_body=ends)
         agent = agents.Agent("Ann", instructions="Be brief.", model=model, tools=[weather], model_settings=settings)
         if not stream:
             return await agents.Runner.run(agent, "How is it?")
@@ -463,5 +464,5 @@ def test_an_agent_calls_a_function_and_answers(tiny_llm: Llama) -> None:
             assert [kind.type for kind in result.new_items] == [
                 "tool_call_item", "tool_call_output_item", "message_output_item"
             ]  # fmt: skip
-            assert len(called) == 1
-            assert isinstance(result.final_output, str)
+            assert called in (["Paris"], ["Rome"])
+            assert result.final_output
