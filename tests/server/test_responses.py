@@ -213,6 +213,7 @@ def check_events(events: list[Any], whole: Any) -> None:
 
 
 CALL = '{"name": "weather", "parameters": {"city": "Rome", "degrees": 3}}'
+CUT = (CALL[:40], "and")  # ends of an answer that max_output_tokens cuts
 ANSWERS = {  # what a model writes -> the types of the items
     f"Let me see. {CALL}": ["message"],
     f"Let me see. <tool_call>{CALL}</tool_call>": ["message", "function_call"],
@@ -222,6 +223,7 @@ ANSWERS = {  # what a model writes -> the types of the items
     ],
     f"{CALL}; {CALL} End. <tool_call>{CALL[:40]}": ["function_call", "function_call", "message", "function_call"],
     f"{CALL}; {CALL[:40]}": ["function_call", "function_call"],
+    f"One. <tool_call>{CALL}</tool_call> Two and": ["message", "function_call"],
     "": ["message"],
 }  # fmt: skip
 
@@ -232,7 +234,7 @@ def response(llm: Llama, text: str, size: int, stream: bool, thought: str = "", 
     request.repeated = {"tools": [], "tool_choice": "auto"}
     request.jobs = [SimpleNamespace(params=SamplingParams(), ids=[5])]  # type: ignore[list-item]
     choice = Choice(request, 0, Spelling(llm.tokenizer))
-    finish: Any = "length" if text.endswith(CALL[:40]) else "stop"
+    finish: Any = "length" if text.endswith(CUT) else "stop"
     end = Piece("", Completion("", [], finish, None, Stats(1, 0, 0, 0, 0, 0)))
     pieces = [Piece("", reasoning=one) for one in thought]
     pieces += [Piece(text[i : i + size]) for i in range(0, len(text), size)]
@@ -274,8 +276,10 @@ def test_the_items_do_not_depend_on_how_an_answer_is_divided(tiny_llm: Llama, te
     kinds = [item["type"] for item in whole["output"]]
     assert kinds == (["reasoning"] if thought else []) + ([] if thought and not text else ANSWERS[text])
     calls = [item for item in whole["output"] if item["type"] == "function_call"]
-    cut = text.endswith(CALL[:40])
-    assert [call["status"] == "incomplete" for call in calls] == [cut and call is calls[-1] for call in calls]
+    ends_in_call = text.endswith(CALL[:40])
+    assert [call["status"] == "incomplete" for call in calls] == [ends_in_call and call is calls[-1] for call in calls]
+    texts = [item["status"] for item in whole["output"] if item["type"] == "message"]
+    assert texts == ["incomplete" if text.endswith(CUT) else "completed"] * len(texts)
     for size in (1, 7, 1000):
         check_events(response(tiny_llm, text, size, True, thought), whole)
 
@@ -304,7 +308,7 @@ def test_a_client_gets_an_object_of_its_own_class(client: openai.OpenAI) -> None
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_output_of_a_response_is_part_of_the_next_input(client: openai.OpenAI, stream: bool) -> None:
-    """With a thought, a text, a call and its result: the next prompt is the one of the chat endpoint."""
+    """With a thought, a call and its result; the items are objects of the client, or dictionaries with nulls."""
     history: list[Any] = [{"role": "user", "content": "Weather?"}]
     tools: dict[str, Any] = {"model": "tiny", "tools": [TOOL], "max_output_tokens": 150}
     more = {"seed": 3, "chat_template_kwargs": {"think": True}, "thinking_budget": 6}
@@ -318,10 +322,10 @@ def test_the_output_of_a_response_is_part_of_the_next_input(client: openai.OpenA
     Weather.model_validate_json(call.arguments)
     history += first.output
     history.append({"type": "function_call_output", "call_id": call.call_id, "output": "sunny"})
-    second = client.responses.create(input=history, **{**tools, "max_output_tokens": 20})
-    assert second.output_text
+    short: dict[str, Any] = {**tools, "max_output_tokens": 5}
+    assert client.responses.create(input=history, **short).output_text
     dumped = [item.model_dump() if isinstance(item, pydantic.BaseModel) else item for item in history]
-    assert client.responses.create(input=[*dumped, *history[:1]], **tools).output  # type: ignore[list-item]
+    assert client.responses.create(input=[*dumped, *history[:1]], **short).output  # type: ignore[list-item]
 
 
 def test_items_become_the_messages_of_a_chat(tiny_llm: Llama) -> None:
@@ -416,8 +420,8 @@ def test_fields_without_effect_are_accepted_and_named(server: Running) -> None:
     same = {"truncation": "disabled", "include": ["reasoning.encrypted_content"], "background": False, "prompt": None}
     ignored = {"store": True, "metadata": {"a": "b"}, "user": "Ann", "service_tier": "auto", "max_tool_calls": 3,
                "reasoning": {"effort": "low", "summary": "auto"}, "text": {"verbosity": "low"}}  # fmt: skip
-    plain = post(server, {"input": "Hello", **SAMPLED})
-    found = post(server, {"input": "Hello", **SAMPLED, **same, **ignored})
+    plain = post(server, body := {"input": "Hello", **SAMPLED, "max_output_tokens": 9})
+    found = post(server, {**body, **same, **ignored})
     assert without_own(found.json()["output"]) == without_own(plain.json()["output"])
     named = found.headers["X-Clearllama-Ignored"].split(", ")
     assert {*named} == {*ignored} - {"text"} | {"verbosity"}

@@ -9,8 +9,9 @@ import jinja2
 import pytest
 import requests
 
-from llama.server.requests import parse_chat
-from llama.text import Llama
+from llama.errors import ContextLengthError
+from llama.server.requests import parse_chat, tokenize
+from llama.text import LONGEST_TOKEN, Llama
 
 from .serving import Running, running
 
@@ -77,3 +78,5 @@ def test_these_endpoints_have_the_limits_of_the_others(server: Running, tiny_llm
     for ids in ([-1], [10**6], ["a"], [True], [5] * tiny_llm.model.max_seq_len, "a"):
         assert ask(server, "/detokenize", tokens=ids) == 400
     assert ask(server, "/detokenize", tokens=[]) == {"content": ""}
+    with pytest.raises(ContextLengthError):
+        tokenize({"content": "a" * LONGEST_TOKEN * tiny_llm.model.max_seq_len}, tiny_llm, "tiny")
