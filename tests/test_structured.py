@@ -50,7 +50,7 @@ class Listed(Tokenizer):
     def _encode(self, text: str) -> list[int]:
         raise NotImplementedError
 
-    def token_bytes(self, id: int) -> bytes:
+    def _bytes_of(self, id: int) -> bytes:
         return self.tokens[id]
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from ..checks import integer
 from ..errors import LlamaError, UsageError
 from .common import arguments, files, loading, terminal
-from .common.parser import MANY
+from .common.parser import MANY, RARE
 
 KEY = "CLEARLLAMA_API_KEY"
 LOCAL = ("localhost", "127.0.0.1", "::1")  # hosts that only this machine reaches
@@ -36,14 +36,14 @@ OPTIONS = [
     ("--api-key FILE", str, f"a file with the key that clients send (or set {KEY})"),
     ("--no-auth", bool, "with --host: accept other machines without a key"),
     ("--name NAME", str, "the model's name in requests (default: the name of its file or folder)"),
-    ("--alias NAME", str, "another name of the model in requests; may be repeated", MANY),
+    ("--alias NAME", str, "another name of the model in requests; may be repeated", MANY | RARE),
     *((f"--{name} N", int, help, {"default": n}) for name, (n, *_, help) in NUMBERS.items()),
     (
         "--strict",
         bool,
         "refuse the fields of llama.cpp's and vLLM's servers",
     ),
-    ("--allowed-host NAME", str, "a value of the Host header to accept, such as a proxy's name; may be repeated", MANY),
+    ("--allowed-host NAME", str, "a value of the Host header to accept, such as a proxy's name; may be repeated", MANY | RARE),
     ("--cors-origin ORIGIN", str, "origin whose pages may use the server (https://example.org); may be repeated", MANY),
     ("--thinking-budget N", int, "close the thought of an answer after N tokens, unless the request has a budget"),
     arguments.LENS,
