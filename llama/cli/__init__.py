@@ -23,6 +23,8 @@ COMMANDS = (  # each is a module of this folder
     *("generate", "chat", "serve", "inspect", "plan", "convert", "quantize", "pull", "verify", "doctor", "bench"),
     *("perplexity", "study", "trace", "steer", "explain"),
 )
+WORDS = {"run": "chat", "show": "inspect"}  # commands of other programs
+RESIDENT = "no model stays loaded between commands; clearllama serve keeps one, in the foreground"
 SPIN_COUNT = 1000  # steps of a busy loop, about 5 microseconds, before an OpenMP thread sleeps
 GREETING = """clearllama runs, inspects and explains LLaMA models. Three examples:
 
@@ -49,16 +51,25 @@ def build_parser(names: Iterable[str] = COMMANDS) -> Parser:
         command = commands.add_parser(name, help=first_sentence(module.__doc__), description=module.__doc__)
         command.set_defaults(run=module.run, needs_torch=getattr(module, "NEEDS_TORCH", True))
         add(command, [*module.OPTIONS, *arguments.EVERY])
+        known = command._option_string_actions
+        for other, option in arguments.SYNONYMS.items():
+            if option in known:
+                known.setdefault(other, known[option])  # no help shows it
     return parser
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments. A wrong command or option ends the program with one line that names a similar one."""
-    first = words[0]
+    first, *others = words
+    if first == "help":
+        first, *others = [*others[:1], "--help"]
+    words = [first := WORDS.get(first, first), *others]
     parser = build_parser([first] if first in COMMANDS else COMMANDS)
     command = parser.commands.get(first, parser)
     if command is parser and first not in parser._option_string_actions:
-        near = _similar(first, [*COMMANDS, *parser._option_string_actions])
+        if first in ("ps", "stop"):
+            parser.error(f"{first}: {RESIDENT}")
+        near = _similar(first, [*COMMANDS, "--help", "--version"])
         parser.error(f"expected a command first, as in clearllama generate TEXT, got {first!r:.80}{near}")
     args, rest = parser.parse_known_args(words)
     if rest:
@@ -66,10 +77,13 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         path = next(filter(os.path.exists, words[1:]), None)
         if option:
             hint = _similar(option, command._option_string_actions)
+            if name := arguments.SYNONYMS.get(option):
+                hint = f"; it is {name} of other commands, which {first} does not have"
         elif path and "--model" in command._option_string_actions and args.model == command.get_default("model"):
             hint = f"; to use a model, add -m: -m {path}"
         elif "prompt" in args:
-            hint = "; a prompt of several words needs quotes"
+            prompt = " ".join([args.text or args.prompt or "", *rest])
+            hint = f'; put the prompt in quotes: "{prompt:.80}"'
         else:
             hint = "; type messages in the chat, or use clearllama generate TEXT" if first == "chat" else ""
         command.error(f"unrecognized arguments: {' '.join(rest)}{hint}")

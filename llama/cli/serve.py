@@ -16,7 +16,7 @@ from pathlib import Path
 from ..checks import integer
 from ..errors import LlamaError, UsageError
 from .common import arguments, files, loading, terminal
-from .common.parser import MANY
+from .common.parser import MANY, RARE
 
 KEY = "CLEARLLAMA_API_KEY"
 LOCAL = ("localhost", "127.0.0.1", "::1")  # hosts that only this machine reaches
@@ -34,13 +34,14 @@ OPTIONS = [
     ("--host ADDRESS", str, "address to listen on", {"default": "127.0.0.1"}),
     ("--open", bool, "open the page in the browser"),
     ("--api-key FILE", str, f"a file with the key that clients send (or set {KEY})"),
-    ("--no-auth", bool, "with --host: accept other machines without a key"),
+    ("--no-auth", bool, "with --host: accept other machines without a key", RARE),
     ("--name NAME", str, "the model's name in requests (default: the name of its file or folder)"),
     *((f"--{name} N", int, help, {"default": n}) for name, (n, *_, help) in NUMBERS.items()),
     (
         "--strict",
         bool,
         "refuse the fields of llama.cpp's and vLLM's servers",
+        RARE,
     ),
     ("--cors-origin ORIGIN", str, "origin whose pages may use the server (https://example.org); may be repeated", MANY),
     ("--thinking-budget N", int, "close the thought of an answer after N tokens, unless the request has a budget"),

@@ -21,6 +21,14 @@ from .parser import MANY, RARE, Group, HelpAll, Row
 if TYPE_CHECKING:
     from ...loader import LoadOptions
 
+SYNONYMS = {  # an option of llama.cpp, vLLM or Ollama -> the option here with the same meaning
+    **dict.fromkeys(("-hf", "-hfr", "--hf-repo"), "--model"),
+    **dict.fromkeys(("-ngl", "--n-gpu-layers"), "--gpu-layers"),
+    **dict.fromkeys(("-c", "--ctx-size", "--max-model-len"), "--max-seq-len"),
+    **dict.fromkeys(("--max-tokens", "--n-predict", "--predict"), "--max-new-tokens"),
+    **{"-t": "--threads", "-s": "--seed", "--repeat-penalty": "--repetition-penalty", "--lora": "--adapter"},
+    **{"-sys": "--system", "--system-prompt": "--system", "--tensor-parallel-size": "--tensor-parallel"},
+}
 LARGEST_FACTOR = 10_000  # upper limit of --rope-factor
 
 

@@ -89,6 +89,15 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **settings: Any):
         super().__init__(**settings, allow_abbrev=False)
 
+    def _parse_optional(self, word: str) -> Any:
+        """As in argparse, but -NAME is --NAME, and -hNAME is not -h."""
+        name, known = word.partition("=")[0], self._option_string_actions
+        if word[:1] == "-" and f"-{name}" in known:
+            word = f"-{word}"
+        elif re.match("-h.", name) and name not in known and self._subparsers is None:
+            self.error(f"unrecognized arguments: {word:.80}; -h or --help shows the help")
+        return super()._parse_optional(word)
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {terminal.one_line(message)} (see {self.prog} --help)\n")
 
