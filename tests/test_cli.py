@@ -305,7 +305,7 @@ def test_the_bare_command_greets_with_examples(capsys: pytest.CaptureFixture[str
         ("generate hi --top_p 0.9", "unrecognized arguments: --top_p 0.9; did you mean --top-p?"),
         ("generate hi --max-new-token 5", "did you mean --max-new-tokens?"),
         ("generate What is RoPE", 'unrecognized arguments: is RoPE; put the prompt in quotes: "What is RoPE"'),
-        ("chat Hello", "unrecognized arguments: Hello; type messages in the chat"),
+        ("chat m Hello", "unrecognized arguments: Hello; type messages in the chat"),
         ("generate hello README.md", "unrecognized arguments: README.md; to use a model, add -m: -m README.md"),
         ("generate -m x hello README.md", 'README.md; put the prompt in quotes: "hello README.md"'),
         ("-m x generate hi", "expected a command first, as in clearllama generate TEXT, got '-m'"),
@@ -339,7 +339,8 @@ FIELD = {  # a command of another program's user -> the same in the words of thi
     "generate hi --repeat-penalty 1.1 --lora a --temp 0": "generate hi --repetition-penalty 1.1 --adapter a --temperature 0",
     "generate hi -temp 0 -top-k=3 -model m": "generate hi --temperature 0 --top-k 3 --model m",
     "serve --max-tokens 5 -ngl 1": "serve --max-tokens 5 --gpu-layers 1",
-    "run -sys x": "chat --system x",
+    "run m -sys x": "chat -m m --system x",
+    "serve m --port 80": "serve --port 80 -m m",
     "show m": "inspect m",
 }
 

@@ -85,7 +85,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
             prompt = " ".join([args.text or args.prompt or "", *rest])
             hint = f'; put the prompt in quotes: "{prompt:.80}"'
         else:
-            hint = "; type messages in the chat, or use clearllama generate TEXT" if first == "chat" else ""
+            hint = "; type messages in the chat, or use clearllama generate TEXT -m MODEL" if first == "chat" else ""
         command.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     return args
 

@@ -45,7 +45,7 @@ OPTIONS = [
     ("--system TEXT", str, "the system message"),
     ("--no-history", bool, "do not read or write the file that keeps the input of earlier chats"),
     ("--json", bool, "write one JSON object per answer, with the keys of generate --json"),
-    *arguments.generation(max_new_tokens=1024, fallback="temperature 0.6, top-p 0.9"),
+    *arguments.generation(max_new_tokens=1024, fallback="temperature 0.6, top-p 0.9", argument=True),
 ]
 
 

@@ -46,7 +46,7 @@ OPTIONS = [
     ("--cors-origin ORIGIN", str, "origin whose pages may use the server (https://example.org); may be repeated", MANY),
     ("--thinking-budget N", int, "close the thought of an answer after N tokens, unless the request has a budget"),
     arguments.LENS,
-    *arguments.model(),
+    *arguments.model(argument=True),
     *arguments.CHAT,
     *arguments.STEERING,
 ]

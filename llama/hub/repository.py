@@ -35,6 +35,7 @@ LAYOUTS = (
 )
 OTHER_WEIGHTS = ("adapter_*", "consolidated*")
 DEFAULT_QUANT = "Q4_K_M"
+ADDRESS = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface|hf)\.co/([^?#]+?)/?(?:[?#].*)?")
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.\w+)")
 OTHER_GGUF = re.compile(r"(?i)(^|[-_.])(mmproj|imatrix)")  # files that accompany a model but are not one
 
@@ -54,7 +55,12 @@ class HubId:
 
 
 def hub_id(name: str) -> HubId | None:
-    """Parse ORG/NAME[/FOLDER or /FILE.gguf][:QUANT][@REVISION]. None for others, such as ./x or models/x.gguf."""
+    """Parse ORG/NAME[/FOLDER or /FILE.gguf][:QUANT][@REVISION], or the address of its page on the hub.
+
+    None for others, such as ./x or models/x.gguf.
+    """
+    if address := ADDRESS.fullmatch(name):
+        name = re.sub(r"^([^/]+/[^/]+)/(?:tree|blob|resolve)/([^/]+)(.*)", r"\1\3@\2", address[1])
     match = re.fullmatch(
         r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)((?:/[\w.+ -]+)*)(?::([\w-]+))?(?:@([\w.-]+(?:/[\w.-]+)*))?",
         name,

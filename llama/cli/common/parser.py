@@ -108,6 +108,7 @@ class Parser(argparse.ArgumentParser):
         formatter.add_usage(None, needed, [])
         formatter.add_text(self.description if all else first_sentence(self.description))
         common = [action for action in self._actions if action.dest != "help" and not getattr(action, "rare", False)]
+        common.sort(key=lambda action: bool(action.option_strings))  # arguments first
         groups = [(group.title, group.description, group._group_actions) for group in self._action_groups]
         for title, about, actions in groups if all else [(None, None, common)]:
             formatter.start_section(title)
