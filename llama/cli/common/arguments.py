@@ -66,9 +66,14 @@ TOKENIZER = (
 )
 KV_CACHE = ("--kv-cache", ["model", "int8"], "store keys and values in the model's dtype, or in int8: half the memory")
 PROMPT = [
-    ("text PROMPT", str, "the prompt; '-' or none: standard input", {"nargs": "?"}),
+    ("text PROMPT", str, "the prompt, followed by standard input (a pipe or a file)", {"nargs": "?"}),
     ("-p --prompt PROMPT", str, "the prompt, as an option instead of an argument", RARE),
-    ("-f --file FILE", str, "add a file's text; '-' is standard input; may be repeated (docs/guides/prompts.md)", MANY),
+    (
+        "-f --file FILE",
+        str,
+        "add a file's text; '-' places standard input; may be repeated (docs/guides/prompts.md)",
+        MANY,
+    ),
 ]
 LENS = (
     "--lens FILE",
