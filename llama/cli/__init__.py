@@ -20,10 +20,10 @@ from .common import arguments, ranks, terminal
 from .common.parser import Parser, add, first_sentence
 
 COMMANDS = (  # each is a module of this folder
-    *("generate", "chat", "serve", "inspect", "plan", "convert", "quantize", "pull", "verify", "doctor", "bench"),
-    *("perplexity", "study", "trace", "steer", "explain"),
+    *("generate", "chat", "serve", "inspect", "plan", "convert", "quantize", "pull", "list", "rm", "verify"),
+    *("doctor", "bench", "perplexity", "study", "trace", "steer", "explain"),
 )
-WORDS = {"run": "chat", "show": "inspect"}  # commands of other programs
+WORDS = {"run": "chat", "show": "inspect", "ls": "list"}  # commands of other programs
 RESIDENT = "no model stays loaded between commands; clearllama serve keeps one, in the foreground"
 SPIN_COUNT = 1000  # steps of a busy loop, about 5 microseconds, before an OpenMP thread sleeps
 GREETING = """clearllama runs, inspects and explains LLaMA models. Three examples:
@@ -40,8 +40,7 @@ def build_parser(names: Iterable[str] = COMMANDS) -> Parser:
     """The parser of these commands; the description of a command is its module's docstring. Does not import torch."""
     parser = Parser(
         prog="clearllama",
-        description="Run, inspect and study LLaMA models.",
-        epilog="'clearllama COMMAND --help' shows the options of a command.",
+        description="Run, inspect and study LLaMA models; clearllama COMMAND --help shows options.",
     )
     parser.add_argument("--version", action="version", version=f"clearllama {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

@@ -68,12 +68,7 @@ KV_CACHE = ("--kv-cache", ["model", "int8"], "store keys and values in the model
 PROMPT = [
     ("text PROMPT", str, "the prompt, followed by standard input (a pipe or a file)", {"nargs": "?"}),
     ("-p --prompt PROMPT", str, "the prompt, as an option instead of an argument", RARE),
-    (
-        "-f --file FILE",
-        str,
-        "add a file's text; '-' places standard input; may be repeated (docs/guides/prompts.md)",
-        MANY,
-    ),
+    ("-f --file FILE", str, "add a file's text; '-' is standard input; may be repeated (docs/guides/prompts.md)", MANY),
 ]
 LENS = (
     "--lens FILE",
