@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from llama import cli, loader
+from llama.checkpoint import open_checkpoint
 from llama.inside.steering import ControlVector
 from llama.text import Llama
 
@@ -183,6 +184,36 @@ def test_a_prompt_that_is_not_utf8_is_refused(clearllama: Run, tiny_gguf: Path) 
 def test_zero_new_tokens_give_an_empty_answer(clearllama: Run, tiny_gguf: Path) -> None:
     result = clearllama("generate", "-q", "-m", str(tiny_gguf), "hello", "-n", "0")
     assert (result.returncode, result.stdout, result.stderr) == (0, b"", b"")
+
+
+def test_tokenize_shows_ids_and_pieces(tiny_gguf: Path, tiny_llm: Llama, monkeypatch, capsys) -> None:
+    tokenizer = tiny_llm.tokenizer
+    monkeypatch.setattr("sys.stdin", None)
+    text = "caf\u00e9 <|im_end|>"
+    assert cli.main(["tokenize", text, "-m", str(tiny_gguf), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == {**found, "prompt": text, "tokens": tokenizer.encode_prompt(text)}
+    assert tokenizer.decode(found["tokens"]) == text
+    assert len(found["pieces"]) == len(found["tokens"])
+    assert cli.main(["tokenize", text, "-m", str(tiny_gguf), "--parse-special"]) == 0
+    out, err = capsys.readouterr()
+    ids = tokenizer.encode_prompt(text, parse_special=True)
+    assert [int(line.split()[0]) for line in out.splitlines()] == ids
+    assert out.splitlines()[-1].split()[1] == "'<|im_end|>'"
+    assert err == f"clearllama: {len(ids)} tokens\n"
+    assert len(ids) < len(found["tokens"])
+
+
+@pytest.mark.parametrize(("target", "format"), [("x.gguf", "gguf"), ("Llama-3.1-8B", "hf"), ("x.gguf --to hf", "")])
+def test_the_format_of_a_conversion_is_that_of_the_name(
+    tiny_gguf: Path, tmp_path: Path, monkeypatch, target: str, format: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["convert", str(tiny_gguf), *target.split()]) == (0 if format else 2)
+    if format:
+        assert open_checkpoint(tmp_path / target).format.lower().startswith({"hf": "hugging"}.get(format, format))
+    else:
+        assert "x.gguf would be a folder" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------ pipes and signals

@@ -21,7 +21,7 @@ from .common.parser import Parser, add, first_sentence
 
 COMMANDS = (  # each is a module of this folder
     *("generate", "chat", "serve", "inspect", "plan", "convert", "quantize", "pull", "list", "rm", "verify"),
-    *("doctor", "bench", "perplexity", "study", "trace", "steer", "explain"),
+    *("doctor", "bench", "perplexity", "study", "tokenize", "trace", "steer", "explain"),
 )
 WORDS = {"run": "chat", "show": "inspect", "ls": "list"}  # commands of other programs
 RESIDENT = "no model stays loaded between commands; clearllama serve keeps one, in the foreground"
