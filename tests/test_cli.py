@@ -356,6 +356,24 @@ def test_a_wrong_word_is_explained(words: str, expected: str, capsys: pytest.Cap
     assert expected in err
 
 
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("gpu_layers 9 requires a GPU; leave gpu_layers out", "--gpu-layers 9 requires a GPU; leave --gpu-layers out"),
+        ("compile (--compile) runs on one device; leave out gpu_layers and name one device (--device)",
+         "--compile runs on one device; leave out --gpu-layers and name one --device"),
+        ("seed must be an integer, got seed", "--seed must be an integer, got seed"),
+        ("raise max_seq_len (--max-seq-len)", "raise --max-seq-len"),
+        ("top_p must be at most 1, got '/top_p'", "--top-p must be at most 1, got '/top_p'"),
+        ("x.jsonl line 2: top_p must be at most 1", "x.jsonl line 2: top_p must be at most 1"),
+        ("quantize the weights (--quantize int4)", "quantize the weights (--quantize int4)"),
+        ("seed and top_p are fixed", "seed and top_p are fixed"),
+    ],
+)  # fmt: skip
+def test_a_message_names_options_and_not_parameters_too(message: str, expected: str) -> None:
+    assert cli.with_options(message, cli.parse(["generate", "hi"])) == expected
+
+
 @pytest.mark.parametrize("words", ["-mtiny.gguf x", "-n5 x", "-qn 5 x", "x --stop=-ngl", "-5", "-p x", "-- -ngl"])
 def test_right_options_pass(words: str) -> None:
     assert cli.parse(["generate", *words.split()]).command == "generate"
@@ -403,6 +421,7 @@ def test_help_is_one_screen_and_help_all_the_rest(
             assert (ended.value.code, f"usage: clearllama {command}" in out) == (code, code == 0), command
             if option == "--help":
                 assert out.count("\n") <= 24, command
+                assert "..." not in out.removeprefix("usage: clearllama COMMAND ..."), "a text is cut"
                 listed = out.split("\n\n", 2)[2]
                 assert not any(re.search(rf"^  \S.*{name}\b", listed, re.M) for name in RARE), command
             elif code == 0:

@@ -7,6 +7,7 @@ import contextlib
 import difflib
 import gc
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterable, Sequence
@@ -122,7 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "RANK" in os.environ and not args.debug:
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # errors are reported here, without C++ stacks
         if args.needs_torch:
-            _import_torch(args)
+            with terminal.note("clearllama: loading PyTorch"):
+                _import_torch(args)
         _handle(signal.SIGINT, signal.default_int_handler)
         for name in ("SIGTERM", "SIGHUP"):
             if hasattr(signal, name):  # Windows has no SIGHUP
@@ -145,10 +147,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def with_options(message: str, args: argparse.Namespace) -> str:
-    """Replace a parameter's name at the start of a message with its option: 'top_p must be' -> '--top-p must be'."""
+    """Write parameters as options: 'top_p (--top-p)', and a name at the start of a message, become '--top-p'."""
+    options = {name: arguments.option(name) for name in vars(args)}
+    for name, option in options.items():
+        message = message.replace(f"{name} ({option})", option)
     name, _, rest = message.partition(" ")
-    if name in vars(args) and ("_" in name or rest.startswith("must ")):
-        return f"{arguments.option(name)} {rest}"
+    if name in options and ("_" in name or rest.startswith("must ")):
+        message = f"{options[name]} {rest}"
+    if message.startswith("--"):  # then other names in it are options, too
+        return re.sub(r"(?<![\w/.'\"-])\w+_\w+\b", lambda word: options.get(word[0], word[0]), message)
     return message
 
 

@@ -33,7 +33,7 @@ WRITING = [  # the options of a command that writes a checkpoint, also of quanti
     ("--json", bool, "write the result as one JSON object"),
 ]
 OPTIONS = [
-    ("source SRC", str, "the checkpoint, as for --model of the other commands"),
+    ("source SRC", str, "the checkpoint (as for --model of the other commands)"),
     ("target DST", Path, "the new folder (hf) or file (gguf)"),
     ("--to", ["hf", "gguf"], "format of the target (default: gguf for a name in .gguf, else hf)", {"default": None}),
     ("--dtype DTYPE", str, "float32, bfloat16 or float16; needed for a quantized source (default: as stored)"),

@@ -30,7 +30,7 @@ def gigabytes(text: str) -> float:
 
 
 OPTIONS = [
-    *arguments.checkpoint("a checkpoint, a config.json, llama-3-8b or another of configs/"),
+    *arguments.checkpoint("checkpoint, config.json or a name in configs/ (llama-3-8b)"),
     ("--gpus NxGPU", str, "16xH100, 2xRTX4090; 4xcustom and 1xcpu need --gpu-memory (default: this machine)"),
     ("--gpu-memory GB", gigabytes, "memory of a GPU, such as 80GB"),
     ("--gpu-bandwidth GB/s", gigabytes, "memory bandwidth of a GPU, such as 3350GB/s"),

@@ -15,7 +15,7 @@ from . import inspect
 from .common import terminal
 
 OPTIONS = [
-    ("name NAME", str, "the model, as 'clearllama list' names it, without a file or a quantization"),
+    ("name NAME", str, "the model (as 'clearllama list' names it, without a file)"),
     ("-y --yes", bool, "do not ask"),
 ]
 NEEDS_TORCH = False

@@ -44,7 +44,7 @@ OPTIONS = [
         RARE,
     ),
     ("--cors-origin ORIGIN", str, "origin whose pages may use the server (https://example.org); may be repeated", MANY),
-    ("--thinking-budget N", int, "close the thought of an answer after N tokens, unless the request has a budget"),
+    ("--thinking-budget N", int, "close a thought after N tokens (a request may set its own budget)"),
     arguments.LENS,
     *arguments.model(argument=True),
     *arguments.CHAT,

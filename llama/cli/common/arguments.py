@@ -62,9 +62,9 @@ ADAPTER = (
 TOKENIZER = (
     "--tokenizer PATH",
     str,
-    "tokenizer.model, tokenizer.json or a folder with one (default: the checkpoint's)",
+    "another tokenizer: tokenizer.model, tokenizer.json or a folder with one (default: the checkpoint's)",
 )
-KV_CACHE = ("--kv-cache", ["model", "int8"], "store keys and values in the model's dtype, or in int8: half the memory")
+KV_CACHE = ("--kv-cache", ["model", "int8"], "dtype of keys and values: the model's, or int8 for half the memory")
 PROMPT = [
     ("text PROMPT", str, "the prompt, followed by standard input (a pipe or a file)", {"nargs": "?"}),
     ("-p --prompt PROMPT", str, "the prompt, as an option instead of an argument", RARE),
@@ -73,7 +73,7 @@ PROMPT = [
 LENS = (
     "--lens FILE",
     str,
-    "a Jacobian lens, made by trace --fit-lens or published: a path, or ORG/NAME/FILE on the Hugging Face hub",
+    "a Jacobian lens (of trace --fit-lens, or published): a path, or ORG/NAME/FILE on the Hugging Face hub",
 )
 CHAT = [
     Group("chat format", rare=True),

@@ -66,10 +66,10 @@ class Formatter(argparse.HelpFormatter):
 
 
 class Brief(Formatter):
-    """Help with one line for an option: its text up to the first semicolon or parenthesis, if all does not fit."""
+    """Help with one line for an option: its text up to the first of ;:( if all does not fit."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
-        text = text if len(text) <= width else re.split(r"[;(]", text)[0]
+        text = text if len(text) <= width else re.split(r"[;(]|: ", text)[0]
         return [textwrap.shorten(text, width, placeholder=" ...")]
 
 
