@@ -13,54 +13,37 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .cache import KVCache as KVCache
-    from .config import ModelConfig as ModelConfig
-    from .errors import LlamaError as LlamaError
-    from .generation.session import Session as Session
-    from .loader import load as load
-    from .loader import load_model as load_model
-    from .loader import load_tokenizer as load_tokenizer
-    from .model import Transformer as Transformer
-    from .rope import apply_rotary_emb as apply_rotary_emb
-    from .rope import apply_rotary_emb_real as apply_rotary_emb_real
-    from .rope import apply_rotary_pos_emb as apply_rotary_pos_emb
-    from .rope import precompute_freqs_cis as precompute_freqs_cis
-    from .rope import rotate_half as rotate_half
-    from .rope_scaling import inverse_frequencies as inverse_frequencies
-    from .sampling import SamplingParams as SamplingParams
-    from .text import Completion as Completion
-    from .text import Llama as Llama
-    from .tokenizer import Tokenizer as Tokenizer
-    from .tools.convert import quantize as quantize
+    from .cache import KVCache
+    from .config import ModelConfig
+    from .errors import LlamaError
+    from .loader import load, load_model, load_tokenizer
+    from .model import Transformer
+    from .rope import apply_rotary_emb, apply_rotary_emb_real, apply_rotary_pos_emb, precompute_freqs_cis, rotate_half
+    from .rope_scaling import inverse_frequencies
+    from .sampling import SamplingParams
+    from .text import Completion, Llama, Session
+    from .tokenizer import Tokenizer
+    from .tools.convert import quantize
 
-# module -> the names it defines. Importing torch takes a second, and `clearllama --help` should not.
-_NAMES = {
-    "cache": ["KVCache"],
-    "config": ["ModelConfig"],
-    "errors": ["LlamaError"],
-    "generation.session": ["Session"],
-    "loader": ["load", "load_model", "load_tokenizer"],
-    "model": ["Transformer"],
-    "rope": [
-        *("apply_rotary_emb", "apply_rotary_emb_real", "apply_rotary_pos_emb", "precompute_freqs_cis", "rotate_half"),
-    ],
-    "rope_scaling": ["inverse_frequencies"],
-    "sampling": ["SamplingParams"],
-    "text": ["Completion", "Llama"],
-    "tokenizer": ["Tokenizer"],
-    "tools.convert": ["quantize"],
-}
-_HOME = {name: module for module, names in _NAMES.items() for name in names}
-__all__ = ["__version__", *_HOME]
+__all__ = [
+    "Completion", "KVCache", "Llama", "LlamaError", "ModelConfig", "SamplingParams", "Session", "Tokenizer",
+    "Transformer", "__version__", "apply_rotary_emb", "apply_rotary_emb_real", "apply_rotary_pos_emb",
+    "inverse_frequencies", "load", "load_model", "load_tokenizer", "precompute_freqs_cis", "quantize", "rotate_half",
+]  # fmt: skip
+# Modules that import torch, which takes a second, are last: `clearllama --help` should not do that.
+MODULES = (
+    *("errors", "config", "sampling", "tokenizer", "rope_scaling", "rope", "cache", "model", "text", "loader"),
+    "tools.convert",
+)
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module 'llama' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
-    globals()[name] = value
+    modules = (importlib.import_module(f".{module}", __name__) for module in MODULES)
+    globals()[name] = value = next(getattr(module, name) for module in modules if hasattr(module, name))
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__

@@ -47,10 +47,10 @@ def boolean(name: str, value: object, error: type[LlamaError] = UsageError) -> b
     return bool(instance(name, value, bool, "true or false", error))
 
 
-def choice(name: str, value: object, known: Collection[str], error: type[LlamaError] = UsageError) -> str:
+def choice(name: str, value: object, known: Collection[str]) -> str:
     """One of the names in `known`."""
     if not isinstance(value, str) or value not in known:
-        raise error(f"unknown {name} {shown(value)}; known: {', '.join(known)}")
+        raise UsageError(f"unknown {name} {shown(value)}; known: {', '.join(known)}")
     return value
 
 

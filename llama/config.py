@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -77,15 +78,32 @@ class ModelConfig:
             raise ConfigError(f"head_dim must be at most {LARGEST_HEAD_DIM} and even, got {self.head_dim}")
 
     @property
+    def block_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor of a block and its shape, in the model's order."""
+        C, F, q, kv = self.dim, self.hidden_dim, self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        qkv_bias, head_norms = self.attention_bias or self.qkv_bias, ("q_norm", "k_norm") if self.qk_norm else ()
+
+        def linear(name: str, outputs: int, inputs: int, bias: bool) -> dict[str, tuple[int, ...]]:
+            return {f"{name}.weight": (outputs, inputs)} | ({f"{name}.bias": (outputs,)} if bias else {})
+
+        return {
+            "attention_norm.weight": (C,),
+            **linear("attention.wq", q, C, qkv_bias),
+            **linear("attention.wk", kv, C, qkv_bias),
+            **linear("attention.wv", kv, C, qkv_bias),
+            **linear("attention.wo", C, q, self.attention_bias),
+            **{f"attention.{name}.weight": (self.head_dim,) for name in head_norms},
+            "ffn_norm.weight": (C,),
+            **linear("feed_forward.w_gate", F, C, self.mlp_bias),
+            **linear("feed_forward.w_up", F, C, self.mlp_bias),
+            **linear("feed_forward.w_down", C, F, self.mlp_bias),
+        }
+
+    @property
     def n_params(self) -> int:
         """Exact number of parameters; a tied output projection counts once."""
-        q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
-        attention = 2 * self.dim * (q + kv) + self.attention_bias * self.dim
-        attention += (self.attention_bias or self.qkv_bias) * (q + 2 * kv) + self.qk_norm * 2 * self.head_dim
-        feed_forward = 3 * self.dim * self.hidden_dim + self.mlp_bias * (2 * self.hidden_dim + self.dim)
-        block = attention + feed_forward + 2 * self.dim
         embeddings = self.vocab_size * self.dim * (1 if self.tie_embeddings else 2)
-        return embeddings + self.n_layers * block + self.dim
+        return embeddings + self.n_layers * sum(map(math.prod, self.block_shapes.values())) + self.dim
 
     def kv_cache_bytes(self, tokens: int, bytes_per_element: int) -> int:
         """Bytes of the keys and values of `tokens` tokens in all layers."""

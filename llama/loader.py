@@ -32,7 +32,7 @@ from .engine.linears import SkipInit, check_quantized, make_embedding, make_line
 from .engine.packing import to_floats
 from .engine.parallel import World
 from .engine.placement import Devices, PlacedRunner, Placement, pick_placement
-from .engine.runtime import no_cudnn_attention, pick_dtype
+from .engine.runtime import pick_dtype
 from .errors import CheckpointError, ConfigError, DamagedError, UsageError
 from .generate import Progress, prompt_chunk
 from .hub import resolve
@@ -49,6 +49,7 @@ from .weights import WeightPlan, check_tensors, plan_weights, storage_warnings
 if TYPE_CHECKING:
     from .text import Llama
 
+PathOrName = str | os.PathLike[str] | None
 LOG = logging.getLogger(__name__)
 SMALL, LARGE = 2**22, 2**27  # bytes in the model; weights between them are read by several threads
 
@@ -105,7 +106,7 @@ class LoadOptions:
 
 # 10 parameters: the public API, which has one for each choice of a user
 def load(
-    path_or_name: str | os.PathLike[str] | None = None,
+    path_or_name: PathOrName = None,
     device: Devices = None,
     dtype: str | torch.dtype | None = None,
     quantize: str | None = None,
@@ -157,7 +158,7 @@ def prepare(checkpoint: Checkpoint, options: LoadOptions) -> tuple[Llama, Plan]:
 
 
 def load_model(
-    path_or_name: str | os.PathLike[str] | None = None,
+    path_or_name: PathOrName = None,
     device: Devices = None,
     dtype: str | torch.dtype | None = None,
     quantize: str | None = None,
@@ -178,7 +179,7 @@ def load_model(
 
 
 def open_model(
-    path_or_name: str | os.PathLike[str] | None,
+    path_or_name: PathOrName,
     adapters: Adapters = (),
     tokenizer: str | os.PathLike[str] | None = None,
     quiet: bool = False,
@@ -189,7 +190,7 @@ def open_model(
     return with_adapters(open_checkpoint(resolve(path_or_name, quiet), tokenizer), adapters)
 
 
-def load_tokenizer(path_or_name: str | os.PathLike[str] | None = None) -> Tokenizer:
+def load_tokenizer(path_or_name: PathOrName = None) -> Tokenizer:
     """Load the tokenizer of a checkpoint, or a single tokenizer.model or tokenizer.json. Weights are not read."""
     return read_tokenizer(resolve(path_or_name))
 
@@ -213,7 +214,8 @@ def build_plan(plan: Plan, model: Transformer, progress: Progress | None = None)
     """
     if plan.options.check_memory:
         check_memory(plan)
-    attach_runner(fill(model, plan, progress), plan)
+    fill(model, plan, progress)
+    attach_runner(model, plan)
     for warning in plan.warnings:
         LOG.warning("clearllama: warning: %s", warning)
     return model
@@ -348,8 +350,8 @@ def empty_model(plan: Plan) -> Transformer:
         return Transformer(plan.config, plan.rope, max_seq_len=plan.max_seq_len).requires_grad_(False).eval()
 
 
-def fill(model: Transformer, plan: Plan, progress: Progress | None = None) -> Transformer:
-    """Replace the layers of an empty model one by one with filled ones; returns the model."""
+def fill(model: Transformer, plan: Plan, progress: Progress | None = None) -> None:
+    """Replace the layers of an empty model one by one with filled ones."""
     if plan.checkpoint.adapters:  # part of the model's identity, for saved sessions
         identity = torch.frombuffer(bytearray.fromhex(plan.checkpoint.adapters_hash), dtype=torch.uint8)
         model.register_buffer("adapters", identity, persistent=False)
@@ -373,7 +375,6 @@ def fill(model: Transformer, plan: Plan, progress: Progress | None = None) -> Tr
                 done += sizes[name]
                 if progress is not None:
                     progress(done, total)
-    return model
 
 
 def fill_layer(model: Transformer, name: str, plan: Plan) -> None:
@@ -399,11 +400,13 @@ def fill_layer(model: Transformer, name: str, plan: Plan) -> None:
 
 
 # --------------------------------------------------------------------------------------------------- 3. the runner
-def attach_runner(model: Transformer, plan: Plan) -> Transformer:
-    """Set the runner that executes the model as the options ask; returns the model."""
+def attach_runner(model: Transformer, plan: Plan) -> None:
+    """Set the runner that executes the model as the options ask."""
     options = plan.options
     if "cuda" in {part.type for part in (*plan.placement.layers, plan.placement.output)}:
-        no_cudnn_attention()
+        # On recent GPUs PyTorch prefers cuDNN's attention, which prepares a plan for each new shape: this takes tens of
+        # milliseconds for each new prompt length. Flash and memory-efficient attention remain enabled.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     model.cache_kind, model.world = options.kv_cache, options.world
     if options.world is not None:
         options.world.wrap(model)
@@ -415,4 +418,3 @@ def attach_runner(model: Transformer, plan: Plan) -> Transformer:
         model.runner, model.make_cache = GraphRunner(model), FixedCaches()
     elif options.fast and cpu_runner.supports(model):
         model.runner = KernelRunner(model)
-    return model

@@ -147,6 +147,8 @@ class Transformer(nn.Module):
     max_seq_len  the most positions that the model may use; default: `reach`, the context with its scaling and window
     """
 
+    layers: Any  # a ModuleList, whose members PyTorch types as Module
+
     def __init__(
         self, config: ModelConfig, rope: str = "complex", attention: str = "sdpa", max_seq_len: int | None = None
     ):
@@ -222,15 +224,14 @@ class Transformer(nn.Module):
 
     def new_cache(self, max_len: int | None = None, batch: int = 1, **options: Any) -> KVCache:
         """An empty `KVCache` for this model, with room for `max_len` tokens (default: max_seq_len)."""
-        layers: list[Any] = list(self.layers)
         return self.make_cache(
             *self.cache_sizes[:3],
             self.max_seq_len if max_len is None else max_len,
             batch=batch,
             dtype=self.norm.weight.dtype,
-            device=[next(layer.parameters()).device for layer in layers],  # where the layer computes
+            device=[next(layer.parameters()).device for layer in self.layers],  # where the layer computes
             kind=self.cache_kind,
-            key_offset=lambda i: layers[i].attention.key_offset(self.rope),
+            key_offset=lambda i: self.layers[i].attention.key_offset(self.rope),
             check_memory=self.check_memory,
             **options,
         )
@@ -238,6 +239,5 @@ class Transformer(nn.Module):
     @property
     def cache_sizes(self) -> tuple[int, int, int, torch.dtype]:
         """Layers, key/value heads, head_dim and dtype of the model's caches."""
-        first: Any = self.layers[0]
-        head_dim = self.config.head_dim
-        return len(self.layers), first.attention.wk.out_features // head_dim, head_dim, self.norm.weight.dtype
+        head_dim, key = self.config.head_dim, self.layers[0].attention.wk
+        return len(self.layers), key.out_features // head_dim, head_dim, self.norm.weight.dtype

@@ -9,7 +9,7 @@ m * inv_freq[i]. If q is rotated at position m and k at position n, their produc
     half     Hugging Face's rotate_half: pair i is (x[i], x[i + D/2]) instead of (x[2i], x[2i + 1]). It needs the rows
              of wq and wk in another order (`to_half_layout`) and then gives the same scores.
 
-Lesson 5 (docs/learn/05-from-formula-to-code.md) has two more, in the notation of the paper and of the proofs.
+Lesson 5 (docs/learn/05-from-formula-to-code.md) shows complex and half beside each other.
 
 Angles and rotation are float32 in every model dtype: in bfloat16 a position near 131,072 would be off by up to 256.
 Letters: B batch, T tokens, H heads, KV key/value heads, D head_dim.

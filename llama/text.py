@@ -370,7 +370,7 @@ class Llama:
             answer = running[event.number]
             match event:
                 case PromptScored():
-                    answer.score(event.tokens)
+                    answer.prompt = event.tokens
                     yield answer.job, Piece("", prompt=event.tokens)
                 case TokenEvent():
                     fed = answer.feed(event.token)

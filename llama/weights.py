@@ -67,7 +67,7 @@ def plan_weights(
         if len(weight.shape) != 2:
             return dtype
         if scheme is not None and (tied or name != EMBEDDING):
-            return scheme_for(name.removesuffix(".weight"), scheme).format
+            return scheme_for(name, scheme).format
         stored = weight.format if keep and (name != EMBEDDING or device.type == "cpu") else None
         if stored is not None and (kept := kept_format(stored, device)):
             return kept
@@ -148,30 +148,7 @@ def mismatches(checkpoint: Checkpoint) -> list[str]:
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor of the model and its shape, in the model's order, without a tied output projection."""
-    C, F, vocabulary = config.dim, config.hidden_dim, (config.vocab_size, config.dim)
-    q, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-    qkv_bias = config.attention_bias or config.qkv_bias
-
-    def linear(name: str, outputs: int, inputs: int, bias: bool) -> dict[str, tuple[int, ...]]:
-        return {f"{name}.weight": (outputs, inputs)} | ({f"{name}.bias": (outputs,)} if bias else {})
-
-    block = {
-        "attention_norm.weight": (C,),
-        **linear("attention.wq", q, C, qkv_bias),
-        **linear("attention.wk", kv, C, qkv_bias),
-        **linear("attention.wv", kv, C, qkv_bias),
-        **linear("attention.wo", C, q, config.attention_bias),
-        **(
-            dict.fromkeys(("attention.q_norm.weight", "attention.k_norm.weight"), (config.head_dim,))
-            if config.qk_norm
-            else {}
-        ),
-        "ffn_norm.weight": (C,),
-        **linear("feed_forward.w_gate", F, C, config.mlp_bias),
-        **linear("feed_forward.w_up", F, C, config.mlp_bias),
-        **linear("feed_forward.w_down", C, F, config.mlp_bias),
-    }
-    shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": vocabulary}
-    for i in range(config.n_layers):
-        shapes |= {f"layers.{i}.{name}": shape for name, shape in block.items()}
-    return shapes | {"norm.weight": (C,)} | ({} if config.tie_embeddings else {"output.weight": vocabulary})
+    vocabulary, block = (config.vocab_size, config.dim), config.block_shapes
+    layers = {f"layers.{i}.{name}": shape for i in range(config.n_layers) for name, shape in block.items()}
+    last = {"norm.weight": (config.dim,)} | ({} if config.tie_embeddings else {OUTPUT: vocabulary})
+    return {EMBEDDING: vocabulary} | layers | last

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from llama.study import measures, topics
-from llama.study.figure import COLOURS, THIN, Data, Figure, columns, draw_lines, legend_above, pair_colour
+from llama.study.figure import COLOURS, THIN, Data, Figure, columns, legend_above, pair_colour
 from llama.study.topics import order, ppl, scale
 
 if TYPE_CHECKING:
@@ -44,6 +44,19 @@ def dogs_draw(data: Data, canvas: Canvas) -> None:
         axes.set_xticks(range(8))
     panels[0].set_ylabel("value")
     legend_above(canvas, panels[0], 2)
+
+
+# ------------------------------------------------------------------------------- lesson 2: the product of two codes
+def codes_product_data() -> Data:
+    """distance (positions), product: p_s · p_t of sinusoidal codes of width 128."""
+    codes = measures.sinusoids(torch.arange(401), 128)  # (N, C)
+    return columns(("distance", "product"), enumerate((codes @ codes[0]).tolist()))
+
+
+def codes_product_draw(data: Data, canvas: Canvas) -> None:
+    axes = canvas.subplots()
+    axes.plot(data["distance"], data["product"], color="#000000", linewidth=1.2)
+    axes.set(xlim=(0, 400), ylim=(0, 66), xlabel="distance t - s (positions)", ylabel="$p_s \\cdot p_t$")
 
 
 # ----------------------------------------------------------------------------------------------- lesson 4: two arrows
@@ -135,9 +148,9 @@ def reach_data() -> Data:
 
 
 def divisors_data() -> Data:
-    """The divisors of `clearllama study scale`, without the method that depends on the length."""
+    """The divisors of `clearllama study scale`, without those of lesson 8."""
     data = scale.divisor_data()
-    rows = data["method"] != "dynamic"
+    rows = ~np.isin(data["method"], ["dynamic", "llama3"])
     return {name: column[rows] for name, column in data.items()}
 
 
@@ -213,31 +226,33 @@ def published_data() -> Data:
     return columns(("method", "pair", "divisor", "slow"), rows)
 
 
-# ------------------------------------------------------------------------------------------------ lesson 9: the bound
+# ---------------------------------------------------------------------------------------- lesson 9: three kinds of keys
+AIMED = 500  # the distance that the third key is made for
+
+
 def decay_data() -> Data:
-    """line, distance (tokens), value: the bound for 64 pairs / its value at 0, and the score of a built key."""
-    rows: list[tuple[object, ...]] = []
-    edges = np.unique(np.geomspace(1, 4097, 61).round().astype(int))  # its many small rises would hide the trend
-    middle = np.sqrt(edges[:-1] * (edges[1:] - 1))  # (bins,) tokens
-    for base in (1e4, 5e5, 1e6):
-        bound = measures.decay_bound(measures.frequencies(128, base), torch.arange(4097)).numpy()
-        means = np.add.reduceat(bound[:-1], edges[:-1]) / np.diff(edges) / bound[0]
-        rows += [(f"bound, base {base:,.0f}", *row) for row in zip(middle, means, strict=True)]
-    at = np.unique(np.r_[np.geomspace(1, 4096, 300).round().astype(int), 450:550])
-    score = measures.mean_cosine(measures.frequencies(128), torch.from_numpy(at) - 500).numpy()
-    rows += [("score of a key built for 500", *row) for row in zip(at, score, strict=True)]
-    return columns(("line", "distance", "value"), rows)
+    """line, distance (tokens), value: expected scores of three kinds of keys; low, high: a standard deviation off."""
+    at, inv_freq = torch.arange(1001), measures.frequencies(64, 1e5)
+    equal, aimed = (64 * measures.mean_cosine(inv_freq, at - d).numpy() for d in (0, AIMED))
+    lines = {"k = q": (equal, 0), f"k made for {AIMED}": (aimed, 0), "k unrelated to q": (0 * equal, 64**0.5)}
+    rows = [
+        (line, distance, value, value - deviation, value + deviation)
+        for line, (values, deviation) in lines.items()
+        for distance, value in zip(at.tolist(), values.round(3), strict=True)
+    ]
+    return columns(("line", "distance", "value", "low", "high"), rows)
 
 
 def decay_draw(data: Data, canvas: Canvas) -> None:
-    """Value over distance (log): three bounds, and the score of the key as a thin line."""
+    """Expected score over distance, one line for each kind of key."""
     axes = canvas.subplots()
-    *bounds, key = dict.fromkeys(data["line"].tolist())
-    draw_lines(axes, data, "distance", "value", "line", bounds)
-    rows = data["line"] == key
-    axes.plot(data["distance"][rows], data["value"][rows], label=key, color="#555555", linewidth=0.7)
-    axes.set(xscale="log", xlim=(1, 4096), xlabel="distance (tokens, log scale)", ylabel="relative to the maximum")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.18), ncols=2)
+    styles = (("#000000", 1.0, "-"), ("#b2182b", 1.6, "-"), ("#666666", 1.2, "--"))
+    for name, (color, width, dashes) in zip(dict.fromkeys(data["line"].tolist()), styles, strict=True):
+        x, y, low, high = (data[column][data["line"] == name] for column in ("distance", "value", "low", "high"))
+        axes.plot(x, y, label=name, color=color, linewidth=width, linestyle=dashes)
+    axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)  # of the last line
+    axes.set(xlim=(0, 1000), ylim=(-10, 66), xlabel="distance r (tokens)", ylabel="expected score q · k")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.15), ncols=3)
 
 
 FIGURES = {
@@ -253,12 +268,20 @@ FIGURES = {
         ),
         Figure(
             "arrows",
-            "q is blue, k is orange. Each arrow turns by 0.35 radians per position. First: no rotation. In the second"
-            " and third picture, q is four positions after k, and q · k is the same. In the fourth, q is four positions"
+            "q is blue, k is orange; the circle has radius 1. Each arrow turns by 0.35 radians per position. First: no"
+            " rotation. In the second and third picture, q is four positions after k, and q · k is the same. In the"
+            " fourth, q is four positions"
             " before k.",
             arrows_data,
             arrows_draw,
             size=(6.4, 2.35),
+        ),
+        Figure(
+            "codes_product",
+            "The dot product of two codes of width 128 by their distance: on the whole it falls, but in waves.",
+            codes_product_data,
+            codes_product_draw,
+            size=(5.6, 2.8),
         ),
         Figure(
             "block",
@@ -302,7 +325,7 @@ FIGURES = {
         ),
         Figure(
             "published",
-            "Divisor of each frequency in three models with 64 pairs, base 500,000 and trained length 8,192. Shaded:"
+            "Divisor of each frequency in three models with 64 pairs, base 500,000 and original length 8,192. Shaded:"
             " the slow pairs.",
             published_data,
             scale.divisor_draw,
@@ -310,10 +333,11 @@ FIGURES = {
         ),
         Figure(
             "decay",
-            "RoFormer's bound on a score of 64 pairs falls with the distance. A score (thin line) need not fall.",
+            "Expected score of a query and three kinds of keys: 64 numbers of variance 1, base 100,000. Band: most"
+            " unrelated keys (one standard deviation to each side of the mean).",
             decay_data,
             decay_draw,
-            size=(5.6, 4.0),
+            size=(5.6, 3.6),
         ),
     )
 }

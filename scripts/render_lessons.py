@@ -1,6 +1,6 @@
 """Run the lessons of docs/learn; write their results and figures into them, and a notebook of each.
 
-    python scripts/render_lessons.py             every lesson, docs/learn/explain.md and docs/learn/one-file.md
+    python scripts/render_lessons.py             every lesson, and docs/learn/one-file.md
     python scripts/render_lessons.py 04 07       those whose file name begins with 04 or 07
     python scripts/render_lessons.py --check     write nothing; exit code 1 if a committed file is stale
 
@@ -14,7 +14,7 @@ what else a lesson contains:
     <!-- solution -->          the next block is the function, folded; here it takes the place of the task
 
 A test that passes with the task as it stands is an error. Figures go to docs/learn/figures, light and dark, and
-notebooks to docs/learn/notebooks. In docs/learn/explain.md the output of each `$ clearllama` command is replaced.
+notebooks to docs/learn/notebooks.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ import itertools
 import json
 import linecache
 import re
-import shlex
 import sys
-from contextlib import chdir, redirect_stderr, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,12 +37,11 @@ import lesson_figures
 import lesson_svg
 import torch
 
-from llama import cli
 from llama.study.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[1]
 LEARN = ROOT / "docs" / "learn"
-EXPLAIN, ONE_FILE = LEARN / "explain.md", LEARN / "one-file.md"
+ONE_FILE = LEARN / "one-file.md"
 OUTPUT = re.compile(r"\n<!-- output -->\n.*?\n<!-- end of output -->\n", re.DOTALL)
 OPEN = re.compile(r"\n<!-- open -->\n.*?\n<!-- end of open -->\n", re.DOTALL)
 CELL = re.compile(
@@ -51,8 +49,7 @@ CELL = re.compile(
     r"|^<!-- figure (?P<figure>\w+): (?P<alt>.*?) -->\n",
     re.DOTALL | re.MULTILINE,
 )
-CONSOLE = re.compile(r"(?<=^```console\n)\$ clearllama (.*)\n(?:.*\n)*?(?=^```$)", re.MULTILINE)
-VOLATILE = re.compile(r"(?<=difference )\d\.\de[+-]\d\d|(?<=\.py:)\d+")  # rounding errors and line numbers in `explain`
+VOLATILE = re.compile(r"(?<=difference )\d\.\de[+-]\d\d")  # rounding errors
 
 INSTALL = "# once: pip install -e '.[study]' in a checkout, or pip install 'FILE.whl[study]'"
 
@@ -192,22 +189,8 @@ def _notebook_cell(kind: str, text: str) -> dict[str, Any]:
     return {**cell, "execution_count": None, "outputs": []} if kind == "code" else cell
 
 
-def console(text: str) -> str:
-    """A page with the present output of its commands."""
-
-    def run(match: re.Match[str]) -> str:
-        with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()), chdir(ROOT):
-            if code := cli.main(shlex.split(match[1])):
-                raise RuntimeError(f"'clearllama {match[1]}' ended with exit code {code}")
-        return f"$ clearllama {match[1]}\n{out.getvalue()}"
-
-    return CONSOLE.sub(run, text)
-
-
 def render(lesson: Path) -> dict[Path, str]:
     """Run a lesson or another page; every file that belongs to it, with its content."""
-    if lesson == EXPLAIN:
-        return {EXPLAIN: console(EXPLAIN.read_text())}
     if lesson == ONE_FILE:
         return {ONE_FILE: annotated.annotated(source(ONE_FILE.read_text()), annotated.recorded())}
     cells = parse(lesson.read_text())
@@ -234,7 +217,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("lesson", nargs="*", help="beginnings of file names (default: every lesson)")
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a committed file is stale")
     args = parser.parse_args(arguments)
-    known = [*lessons(), EXPLAIN, ONE_FILE]
+    known = [*lessons(), ONE_FILE]
     chosen = [file for file in known if not args.lesson or file.name.startswith(tuple(args.lesson))]
     if not chosen:
         parser.error(f"no file begins with {' or '.join(args.lesson)}; found {', '.join(file.name for file in known)}")

@@ -332,8 +332,8 @@ def gguf_adapter(path: Path, lora: Lora, alpha: float | None = 8.0, **metadata: 
     for key, tensor in lora.tensors.items():
         if key.startswith("model.layers."):
             module, which = key.removesuffix(".weight").rsplit(".", 1)
-            ours = to_model_name(f"{module}.weight", HUGGING_FACE_NAMES, "model.layers")
-            name = f"{to_file_name(str(ours), GGUF_NAMES, 'blk')}.{which.lower()}"
+            ours = to_model_name(f"{module}.weight", HUGGING_FACE_NAMES)
+            name = f"{to_file_name(str(ours), GGUF_NAMES)}.{which.lower()}"
             rotated = module.endswith(("q_proj", "k_proj")) and which == "lora_B"
             if rotated and metadata.get("general.architecture", "llama") == "llama":
                 tensor = tensor.view(-1, 2, 8, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)  # heads of 16

@@ -268,7 +268,7 @@ def test_quantized_files_of_granite(tmp_path: Path, type: str, tied: bool, monke
     model = write(tmp_path / "hf", "Granite", tie_word_embeddings=tied, **MULTIPLIERS, **sizes)
     file = as_gguf(tmp_path / "hf", tmp_path / "x.gguf", "granite", type)
     checkpoint: Any = open_checkpoint(file)
-    state = {base.to_file_name(name, base.HUGGING_FACE_NAMES, "model.layers"): checkpoint.unscaled(name, "half").floats()
+    state = {base.to_file_name(name, base.HUGGING_FACE_NAMES): checkpoint.unscaled(name, "half").floats()
              for name in checkpoint.shapes}  # fmt: skip
     model.load_state_dict(state, strict=not tied)
     exact = load(file)

@@ -75,7 +75,7 @@ def test_the_timed_tokens_follow_a_warm_up(monkeypatch: pytest.MonkeyPatch, batc
 
 def test_the_speeds_are_those_of_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter([(0.0, 0.0), (2.0, 0.5), (1.0, 0.25), (1.0, 1.0)])  # of the warm-up, then prefill and 5 steps
-    monkeypatch.setattr(benchmark, "run", lambda *_: next(seconds))
+    monkeypatch.setattr(benchmark, "run", lambda *_, **__: next(seconds))
     found = benchmark.measure(tiny.model(), 10, 5, batch=4, reps=3)
     assert found.pop("peak_rss_mb") > 0
     assert found == {

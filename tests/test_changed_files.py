@@ -27,8 +27,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from llama.checkpoint import Checkpoint, open_checkpoint
-from llama.checkpoint.base import META_NAMES, to_file_name
-from llama.checkpoint.huggingface import LAYERS, NAMES
+from llama.checkpoint.base import HUGGING_FACE_NAMES, META_NAMES, to_file_name
 from llama.checkpoint.write import raw_bytes
 from llama.config import ModelConfig
 from llama.errors import LlamaError
@@ -141,7 +140,9 @@ def huggingface_state(folder: Path) -> dict[str, torch.Tensor]:
     (folder / "config.json").write_text(json.dumps(config))
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     weights = tiny.weights(CONFIG).items()
-    return {to_file_name(name, NAMES, LAYERS): weight.to(dtypes[i % 3]) for i, (name, weight) in enumerate(weights)}
+    return {
+        to_file_name(name, HUGGING_FACE_NAMES): weight.to(dtypes[i % 3]) for i, (name, weight) in enumerate(weights)
+    }
 
 
 def make_bin(folder: Path) -> Path:

@@ -17,7 +17,7 @@ from llama.checkpoint import open_checkpoint
 from llama.cli import main
 from llama.config import ModelConfig
 from llama.engine import kernels, placement
-from llama.engine.linears import FewRowsLinear, TileEmbedding, TileLinear
+from llama.engine.linears import FewRowsLinear, QuantizedEmbedding, TileLinear
 from llama.engine.placement import PlacedRunner, Placement, pick_placement, spread
 from llama.errors import UsageError
 from llama.generation.speculative import NGramDraft, speculate
@@ -125,7 +125,7 @@ def test_each_layer_has_the_type_for_its_device(tmp_path: Path, tied: bool, stor
             assert isinstance(layer, TileLinear if packed else FewRowsLinear) == (i < 2)
             assert {str(tensor.device) for tensor in layer.state_dict().values()} == {"cpu" if i < 2 else "away:0"}
     quantized = packed and (tied or stored != "F32")
-    assert isinstance(net.tok_embeddings, TileEmbedding if quantized else nn.Embedding)
+    assert isinstance(net.tok_embeddings, QuantizedEmbedding if quantized else nn.Embedding)
     tokens = tiny.random_tokens(11, config)
     expected = build(checkpoint, "cpu", "float32")(tokens)
     assert (raw(net(tokens.to("away:0"))) - expected).norm() / expected.norm() < 0.05

@@ -20,7 +20,7 @@ from llama.checkpoint import open_checkpoint
 from llama.checkpoint.weight import DTYPES, MemoryWeight, ReorderedWeight, ScaledWeight
 from llama.config import ModelConfig
 from llama.engine import kernels
-from llama.engine.linears import GroupedLinear, TileEmbedding, TileLinear
+from llama.engine.linears import GroupedLinear, QuantizedEmbedding, TileLinear
 from llama.engine.packing import to_tiles
 from llama.errors import CheckpointError, UsageError
 from llama.loader import load_model
@@ -288,7 +288,7 @@ def test_a_quantized_model_is_near_the_model(scheme: str, bound: float) -> None:
     plain, model = tiny.model(config), tiny.quantized(tiny.model(config), scheme)
     assert distance(model(tokens), plain(tokens)) < bound
     assert not any(isinstance(module, nn.Linear) for module in model.modules())
-    assert isinstance(model.tok_embeddings, TileEmbedding)
+    assert isinstance(model.tok_embeddings, QuantizedEmbedding)
     assert model.tok_embeddings.tiles.data_ptr() == model.output.tiles.data_ptr()
     layers = [module for name, module in model.layers.named_modules() if isinstance(module, TileLinear)]
     assert {module.bits for module in layers} == {SCHEMES[scheme].format.bits}

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from llama.checkpoint import open_checkpoint
 from llama.engine import kernels
-from llama.engine.linears import TileEmbedding, TileLinear
+from llama.engine.linears import QuantizedEmbedding, TileLinear
 from llama.errors import CheckpointError, LlamaError
 from llama.loader import build, load_model
 from llama.model import Transformer
@@ -189,7 +189,7 @@ def test_a_saved_model_runs_without_the_kernels(tmp_path: Path, scheme: str, mon
     exact = load_model(tmp_path / "q", dtype="float32", device="cpu")(TOKENS)
     monkeypatch.setattr(kernels, "ready", lambda: False)
     model = built(tmp_path / "q")
-    assert not any(isinstance(module, TileLinear | TileEmbedding) for module in model.modules())
+    assert not any(isinstance(module, TileLinear | QuantizedEmbedding) for module in model.modules())
     assert distance(model(TOKENS), exact) < 0.03
     assert torch.equal(built(tmp_path / "q", dtype="float32")(TOKENS), exact)
     again = quantize(source, tmp_path / "plain", scheme)  # quantized by the reference formula

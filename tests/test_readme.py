@@ -51,8 +51,8 @@ def test_its_counts_are_those_of_the_files() -> None:
     assert f"eight files in `llama/`, {lines(*DECODER):,} lines in all; `model.py` has {lines('model')}." in README
     one_file = len((ROOT / "scripts" / "one_file.py").read_text().splitlines())
     assert f"(scripts/one_file.py) repeats it in {one_file} lines." in README
-    assert len(list((ROOT / "docs" / "learn").glob("[0-9][0-9]-*.md"))) == 10
-    assert "ten lessons" in README
+    assert len(list((ROOT / "docs" / "learn").glob("[0-9][0-9]-*.md"))) == 12
+    assert "twelve lessons" in README
 
 
 def test_its_speeds_are_rows_of_the_page_on_performance() -> None:

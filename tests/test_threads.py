@@ -40,7 +40,7 @@ def _as_before() -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
-    kernels.choose_threads(0)
+    kernels._library().clearllama_choose_threads(0, 0)
 
 
 # ------------------------------------------------------------------------------------------------------- results
@@ -91,10 +91,10 @@ def equal(found: list[Tensor], expected: list[Tensor]) -> bool:
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_the_results_do_not_depend_on_the_number_of_threads(name: str) -> None:
-    kernels.choose_threads(1)
+    kernels._library().clearllama_choose_threads(1, 0)
     expected = OPERATORS[name]()
     for count in COUNTS:
-        kernels.choose_threads(count)
+        kernels._library().clearllama_choose_threads(count, 0)
         assert equal(OPERATORS[name](), expected), count
 
 
@@ -127,12 +127,12 @@ def test_threads_that_run_loops_at_the_same_time_get_their_own_results() -> None
     """One of them gets the kernels' threads; the others run their loops alone."""
     weights = [normal(900, 300, seed=seed).bfloat16() for seed in range(3)]
     x = normal(5, 300).bfloat16()
-    kernels.choose_threads(1)
+    kernels._library().clearllama_choose_threads(1, 0)
     expected = [kernels.linear_bf16(x, weight, None) for weight in weights]
     start = threading.Barrier(3)
 
     def run(i: int) -> bool:
-        kernels.choose_threads(3)
+        kernels._library().clearllama_choose_threads(3, 0)
         start.wait(timeout=PATIENCE)
         return all(torch.equal(kernels.linear_bf16(x, weights[i], None), expected[i]) for _ in range(100))
 
@@ -304,9 +304,9 @@ def limit(more):  # bytes of address space, beyond what is in use
     used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + more, resource.RLIM_INFINITY))
 
-kernels.choose_threads(1)
+kernels._library().clearllama_choose_threads(1, 0)
 expected = product()
-kernels.choose_threads(3)
+kernels._library().clearllama_choose_threads(3, 0)
 """
 
 
@@ -343,7 +343,7 @@ def test_a_fault_in_a_thread_is_reported(forked: Forked) -> None:
     """The second half of a weight is in a file that is truncated. It belongs to the second thread."""
     code = """
 faulthandler.enable(sys.stderr)
-kernels.choose_threads(2)
+kernels._library().clearllama_choose_threads(2, 0)
 product()
 with tempfile.NamedTemporaryFile() as file:
     file.truncate(1 << 24)
@@ -383,7 +383,7 @@ def test_an_error_in_a_loop_is_raised_in_the_caller(forked: Forked) -> None:
 q, k = torch.randn(1, 512, 16, 256), torch.randn(1, 1, 600, 256)  # 8 MB for q, the result, each of 3 parts, and each thread
 ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: freed memory of this size is returned to the system
 for threads in (1, 3, 3):
-    kernels.choose_threads(threads)
+    kernels._library().clearllama_choose_threads(threads, 0)
     product()
     limit(35 << 20)
     try:
@@ -394,9 +394,9 @@ for threads in (1, 3, 3):
         raise AssertionError("there was enough memory")
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
     assert torch.equal(product(), expected)
-kernels.choose_threads(1)
+kernels._library().clearllama_choose_threads(1, 0)
 y = kernels.attend(q, k, k, None)
-kernels.choose_threads(3)
+kernels._library().clearllama_choose_threads(3, 0)
 assert torch.equal(kernels.attend(q, k, k, None), y)
 """
     check(forked, code)
@@ -408,7 +408,7 @@ def test_a_process_ends_whatever_its_threads_do(when: str, forked: Forked) -> No
     """`exit` destroys the static objects of all libraries before the threads end."""
     code = f"""
 def loops():
-    kernels.choose_threads(3)
+    kernels._library().clearllama_choose_threads(3, 0)
     while True:
         product()
 
@@ -422,7 +422,7 @@ ctypes.PyDLL(None).exit(0)  # with the lock of Python's interpreter, like the en
 
 
 def test_an_operator_that_refuses_its_arguments_leaves_the_threads_usable() -> None:
-    kernels.choose_threads(3)
+    kernels._library().clearllama_choose_threads(3, 0)
     linear = layer(random_blocks(40, 64, *KINDS[0]))
     for id in (40, -1, 2**40):
         with pytest.raises(IndexError, match="an id is not between 0 and 39"):

@@ -198,14 +198,13 @@ def write_gguf(
     extra: dict[str, Tensor] | None = None,
 ) -> Path:
     """Write a GGUF file with the reference writer. `metadata` overrides entries; None removes one."""
-    from llama.checkpoint.base import to_file_name
-    from llama.checkpoint.gguf import LAYERS, NAMES
+    from llama.checkpoint.base import GGUF_NAMES, to_file_name
 
     state = weights(config) if state is None else state
     entries = {**architecture(config), **byte_vocabulary(), **(metadata or {})}
     writer = gguf.GGUFWriter(str(path), entries.pop("general.architecture", gguf_name(config)))
     add_metadata(writer, entries)
-    tensors = {to_file_name(name, NAMES, LAYERS): tensor for name, tensor in state.items()}
+    tensors = {to_file_name(name, GGUF_NAMES): tensor for name, tensor in state.items()}
     for name, tensor in {**tensors, **(extra or {})}.items():
         if name in without:
             continue

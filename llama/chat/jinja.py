@@ -100,13 +100,6 @@ def raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def to_json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    """A value as JSON, without the HTML escapes of Jinja's own filter."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
 @functools.lru_cache(maxsize=1)
 def compiled(source: str) -> jinja2.Template:
     """A template, compiled once for all its renderings."""
@@ -114,7 +107,7 @@ def compiled(source: str) -> jinja2.Template:
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
     )
     environment.globals["raise_exception"] = raise_exception
-    environment.filters["tojson"] = to_json
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # without Jinja's HTML escapes
     return environment.from_string(source)
 
 

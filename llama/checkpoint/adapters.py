@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, DamagedError, TokenizerError, UsageError
-from ..rope import Layout, to_layout
 from ..tokenizer import Named, Tokenizer
-from .base import EMBEDDING, OUTPUT, Checkpoint, model_weights
+from .base import EMBEDDING, OUTPUT, Checkpoint, in_layout, model_weights
 from .huggingface import read_chat_template, read_tokenizer
 from .lora import Adapter, LowRank, read
 from .weight import CACHED_ENTRIES, DTYPES, DerivedWeight, MemoryWeight, Weight
@@ -46,11 +45,12 @@ def with_adapters(base: Checkpoint, adapters: Adapters) -> Checkpoint:
 
 
 def of_model(adapter: Adapter, base: Checkpoint) -> Adapter:
-    """Convert an adapter of a file's weights, such as fused matrices, to the model's weights: see `model_weights`."""
+    """Convert an adapter to the model's weights in the interleaved layout; see `model_weights`."""
 
     def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         weights = model_weights({name: MemoryWeight(tensor, name) for name, tensor in tensors.items()}, base.config)
-        return {name: weight.floats() for name, weight in weights.items()}
+        D, source = base.config.head_dim, adapter.layout
+        return {name: in_layout(weight, name, D, source, "interleaved").floats() for name, weight in weights.items()}
 
     changes = [(low, whole({name: low.up})) for name, low in adapter.low_rank.items()]
     low_rank = {name: dataclasses.replace(low, up=up) for low, ups in changes for name, up in ups.items()}
@@ -101,21 +101,18 @@ class AdaptedCheckpoint(Checkpoint):
     """
 
     def __init__(self, base: Checkpoint, adapters: Sequence[tuple[Adapter, float]]):
-        self.base, self._adapters = base, adapters
-        self.path, self.format, self.config = base.path, base.format, base.config
-        self.parts, self.chat_template, self.sampling = base.parts, base.chat_template, base.sampling
-        self.warnings, self.notes, self.factors = base.warnings, base.notes, base.factors
+        vars(self).update(vars(base))  # as the base, except for what follows
+        self.base, self.format, self.layout = base, base.format, "interleaved"
         self.shapes, tied = dict(base.shapes), self.config.tie_embeddings
         if tied:
             self.shapes[OUTPUT] = self.shapes.get(EMBEDDING, ())
-        self._whole: dict[str, Tensor] = {}  # the weights that replace the base's, in the interleaved layout
+        self._whole: dict[str, Tensor] = {}  # the weights that replace the base's
         for adapter, scale in adapters:
             self._replace(adapter, scale)
         for adapter, _ in adapters:
             for name, low in adapter.low_rank.items():
                 self._check(adapter, name, low.shape, low.down, low.up)
         low_rank = {name for adapter, _ in adapters for name in adapter.low_rank}
-        self._changed = low_rank | self._whole.keys()
         replaced = [self._whole[name] for name in ENDS if name in self._whole]
         same_type = len({weight.dtype for weight in replaced}) < 2
         equal = len(replaced) != 1 and same_type and (not replaced or torch.equal(*replaced))
@@ -132,12 +129,20 @@ class AdaptedCheckpoint(Checkpoint):
         tokenizer = {None if self._tokenizer is None else self._tokenizer.parent: ", with its tokenizer"}
         self.adapters = [f"{one.path}, scale {scale:g}{tokenizer.get(one.path, '')}" for one, scale in adapters]
         self.adapters_hash = _hash(adapters, self._whole)
+        self._weights = {}
+        for name in self.shapes:
+            weight = base.unscaled(self._source(name), "interleaved")
+            if name in low_rank | self._whole.keys():
+                found = ((adapter.low_rank.get(name), scale) for adapter, scale in adapters)
+                changes = [dataclasses.replace(low, scale=scale * low.scale) for low, scale in found if low]
+                weight = AdaptedWeight(weight, self._whole.get(name), changes)
+            self._weights[name] = weight
 
     def _replace(self, adapter: Adapter, scale: float) -> None:
         """Collect the weights that an adapter replaces. Raises LlamaError if they do not fit the base."""
         whole: dict[str, Tensor] = {}
         for name, copy in adapter.copies.items():
-            if not _is_copy(copy, self.base, self._source(name), adapter.layout):
+            if not _is_copy(copy, self.base, self._source(name)):
                 raise CheckpointError(
                     f"adapter {adapter.path} was trained on another model: its copy of {self.file_name(name)} differs"
                     " from the weight of the model; pass the adapter's base model (--model)"
@@ -153,7 +158,7 @@ class AdaptedCheckpoint(Checkpoint):
             if scale != 1 or name in self._whole:
                 where = f"adapter {adapter.path} replaces {self.file_name(name)}"
                 raise UsageError(f"{where}; only one adapter can replace a weight, and only with scale 1")
-            self._whole[name] = to_layout(name, weight, self.config.head_dim, adapter.layout, "interleaved")
+            self._whole[name] = weight
 
     def _check(self, adapter: Adapter, name: str, shape: tuple[int, ...], *parts: Tensor) -> None:
         """Raise CheckpointError unless a change of a weight fits the base and is finite."""
@@ -175,25 +180,11 @@ class AdaptedCheckpoint(Checkpoint):
         """The name under which the base stores a weight; the embedding's if the output is tied to it."""
         return name if name in self.base.shapes else EMBEDDING
 
-    def unscaled(self, name: str, layout: Layout) -> Weight:
-        stored = self.base.unscaled(self._source(name), layout)
-        if name not in self._changed:
-            return stored
-        head_dim, low_rank = self.config.head_dim, []
-        for adapter, scale in self._adapters:
-            if low := adapter.low_rank.get(name):
-                up = to_layout(name, low.up, head_dim, adapter.layout, layout)
-                low_rank.append(LowRank(low.down, up, scale * low.scale))
-        whole = self._whole.get(name)
-        if whole is not None:
-            whole = to_layout(name, whole, head_dim, "interleaved", layout)
-        return AdaptedWeight(stored, whole, low_rank)
-
     def file_name(self, name: str) -> str:
         return self.base.file_name(name)
 
     def own_tokenizer(self) -> Tokenizer:
-        if self._tokenizer is not None and self.base.tokenizer_override is None:
+        if self._tokenizer is not None:
             named = Named(template=self.chat_template or "")
             with contextlib.suppress(TokenizerError):  # the base may have no tokenizer
                 own = self.base.own_tokenizer()
@@ -201,7 +192,7 @@ class AdaptedCheckpoint(Checkpoint):
                 named = dataclasses.replace(named, bos_ids=bos_ids, stop_ids=sorted(own.stop_ids))
             return read_tokenizer(self._tokenizer, named)
         before, after = self.base.config.vocab_size, self.config.vocab_size
-        if before != after and self.base.tokenizer_override is None:
+        if before != after:
             raise TokenizerError(
                 f"adapter {'; '.join(self.adapters)} resizes the vocabulary from {before} to {after} tokens, but has no"
                 " tokenizer in its folder; name the one that it was trained with (--tokenizer)"
@@ -212,11 +203,11 @@ class AdaptedCheckpoint(Checkpoint):
         return self.base.chat_format(tokenizer)
 
 
-def _is_copy(copy: Tensor, base: Checkpoint, name: str, layout: Layout) -> bool:
+def _is_copy(copy: Tensor, base: Checkpoint, name: str) -> bool:
     """Whether a tensor is a weight of the base, apart from rounding and the number of rows."""
     if name not in base.shapes or copy.shape[-1:] != base.shapes[name][-1:]:
         return False
-    weight = base.unscaled(name, layout)[: len(copy)].floats().float()
+    weight = base.unscaled(name, "interleaved")[: len(copy)].floats().float()
     limit = 2**-8 if base.weight(name).stored in DTYPES else 0.5  # the largest relative error of a row
     return bool(((copy[: len(weight)] - weight).norm(dim=-1) <= limit * weight.norm(dim=-1) + 1e-5).all())
 
@@ -224,13 +215,11 @@ def _is_copy(copy: Tensor, base: Checkpoint, name: str, layout: Layout) -> bool:
 def _hash(adapters: Sequence[tuple[Adapter, float]], whole: Mapping[str, Tensor]) -> str:
     """A hash of the adapters' contents and scales; it does not depend on their paths."""
     digest = hashlib.sha256()
-    for name, weight in sorted(whole.items()):
-        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}\n".encode())
-        digest.update(raw_bytes(weight).data)
+    changes = [(name, whole[name]) for name in sorted(whole)]
     for adapter, scale in adapters:
-        digest.update(f"{adapter.layout} {scale!r}\n".encode())
         for name, low in sorted(adapter.low_rank.items()):
-            for part in (low.down, low.up):
-                digest.update(f"{name} {tuple(part.shape)} {part.dtype} {low.scale!r}\n".encode())
-                digest.update(raw_bytes(part).data)
+            changes += [(f"{name} {scale * low.scale!r}", part) for part in (low.down, low.up)]
+    for change, tensor in changes:
+        digest.update(f"{change} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+        digest.update(raw_bytes(tensor).data)
     return digest.hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from abc import ABC, abstractmethod
@@ -20,8 +21,10 @@ from ..system.documents import Fields
 from ..tokenizer import Tokenizer
 from .weight import ReorderedWeight, ScaledWeight, Weight
 
-# The model's name of a tensor, without its layer and ".weight" -> Meta's, Hugging Face's, GGUF's, and EXAONE's own
+# The model's name of a tensor, without its layer and ".weight" -> Meta's, Hugging Face's, GGUF's, and EXAONE's own.
+# "layers" stands before the number of a layer.
 NAMES: dict[str, tuple[str, ...]] = {
+    "layers": ("layers", "model.layers", "blk", "transformer.h"),
     "tok_embeddings": ("tok_embeddings", "model.embed_tokens", "token_embd", "transformer.wte"),
     "norm": ("norm", "model.norm", "output_norm", "transformer.ln_f"),
     "output": ("output", "lm_head", "output"),
@@ -42,7 +45,11 @@ PARTIAL = "only a part of each head rotates (partial_rotary_factor), which can't
 META_NAMES, HUGGING_FACE_NAMES, GGUF_NAMES, EXAONE_NAMES = (
     {theirs[column]: ours for ours, theirs in NAMES.items() if theirs[column:]} for column in range(4)
 )
-HUGGING_FACE_NAMES |= {"self_attn.qkv_proj": "attention.wqkv", "mlp.gate_up_proj": "feed_forward.w_gate_up"}
+HUGGING_FACE_NAMES = {
+    "shared_mlp.input_linear": "feed_forward.w_gate_up", "shared_mlp.output_linear": "feed_forward.w_down",  # Granite 4
+    "self_attn.qkv_proj": "attention.wqkv", "mlp.gate_up_proj": "feed_forward.w_gate_up",
+    **HUGGING_FACE_NAMES,  # last: `to_file_name` writes the last name
+}  # fmt: skip
 GGUF_NAMES |= {"attn_qkv": "attention.wqkv"}  # matrices that are stored as one: see `model_weights`
 
 
@@ -55,9 +62,7 @@ class Checkpoint(ABC):
     layout: Layout = "interleaved"  # the order of the rows of wq and wk in the files
     _weights: Mapping[str, Weight]  # by the model's tensor names, in the files' layout
     names: Mapping[str, str] = MappingProxyType({})  # the files' names of tensors, without layers -> the model's
-    layers: str = "layers"  # what the files call the layers
     factors: Mapping[str, float] = MappingProxyType({})  # of layers' weights and biases, as "wq": 0.5
-    shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # by the model's names; a tied output has none
     parts: Mapping[str, int]  # the files that hold weights -> bytes, in order
     chat_template: str | Mapping[str, str] | None = None  # Jinja source, or several by name (default, tool_use)
     sampling: Mapping[str, Any] = MappingProxyType({})  # default options: temperature, top_p, ...
@@ -66,6 +71,11 @@ class Checkpoint(ABC):
     adapters: Sequence[str] = ()  # descriptions of the adapters that are merged into the weights
     adapters_hash: str = ""  # of these adapters and their scales; "" if there are none
     tokenizer_override: Tokenizer | None = None  # in place of the checkpoint's own
+
+    @functools.cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the weights by the model's names; a tied output has none."""
+        return {name: weight.shape for name, weight in self._weights.items()}
 
     @property
     def about(self) -> Mapping[str, Any]:
@@ -83,15 +93,11 @@ class Checkpoint(ABC):
 
     def unscaled(self, name: str, layout: Layout) -> Weight:
         """A weight without its factor."""
-        weight = self._weights[name]
-        rows = torch.arange(sum(weight.shape[:1]))
-        if layout == self.layout or not name.endswith(ROTATED) or len(rows) % self.config.head_dim:
-            return weight  # `mismatches` reports a number of rows that does not fit
-        return ReorderedWeight(weight, to_layout(name, rows, self.config.head_dim, self.layout, layout))
+        return in_layout(self._weights[name], name, self.config.head_dim, self.layout, layout)
 
     def file_name(self, name: str) -> str:
         """The files' name of the tensor that the model calls `name`, whether or not they have it."""
-        return self.weight(name).name if name in self.shapes else to_file_name(name, self.names, self.layers)
+        return self.weight(name).name if name in self.shapes else to_file_name(name, self.names)
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the model. Raises TokenizerError if there is none, CheckpointError if it does not fit."""
@@ -113,6 +119,14 @@ class Checkpoint(ABC):
     def chat_format(self, tokenizer: Tokenizer) -> str | None:
         """The built-in chat format, for a checkpoint format that can't store a template; None for others."""
         return None
+
+
+def in_layout(weight: Weight, name: str, head_dim: int, source: Layout, target: Layout) -> Weight:
+    """A weight with the rows of wq and wk in another order; see `to_layout`."""
+    rows = torch.arange(sum(weight.shape[:1]))
+    if source == target or not name.endswith(ROTATED) or not len(rows) or len(rows) % head_dim:
+        return weight  # `mismatches` reports a number of rows that does not fit
+    return ReorderedWeight(weight, to_layout(name, rows, head_dim, source, target))
 
 
 def find_tokenizer(folder: Path, names: Sequence[str]) -> Path:
@@ -167,19 +181,20 @@ def model_weights(stored: Mapping[str, Weight], config: ModelConfig) -> dict[str
     return weights
 
 
-def to_file_name(name: str, names: Mapping[str, str], layers: str = "layers") -> str:
+def to_file_name(name: str, names: Mapping[str, str]) -> str:
     """The model's name of a tensor -> the file's. names maps the stems of the file's names to the model's."""
     theirs = {ours: source for source, ours in names.items()}
     stem, kind = name.rsplit(".", 1)  # kind is weight or bias
     if not stem.startswith("layers."):
         return f"{theirs[stem]}.{kind}"
     _, layer, inner = stem.split(".", 2)
-    return f"{layers}.{layer}.{theirs[inner]}.{kind}"
+    return f"{theirs['layers']}.{layer}.{theirs[inner]}.{kind}"
 
 
-def to_model_name(file_name: str, names: Mapping[str, str], layers: str) -> str | None:
+def to_model_name(file_name: str, names: Mapping[str, str]) -> str | None:
     """The inverse of `to_file_name`; None for a tensor that a LLaMA decoder does not have."""
-    match = re.fullmatch(rf"(?:{re.escape(layers)}\.([0-9]{{1,6}})\.)?([\w.]+)\.(weight|bias)", file_name)
+    layers = re.escape(next(theirs for theirs, ours in names.items() if ours == "layers"))
+    match = re.fullmatch(rf"(?:{layers}\.([0-9]{{1,6}})\.)?([\w.]+)\.(weight|bias)", file_name)
     if not match or match[2] not in names:
         return None
     return (f"layers.{match[1]}." if match[1] else "") + f"{names[match[2]]}.{match[3]}"

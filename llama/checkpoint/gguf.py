@@ -30,9 +30,7 @@ from .base import GGUF_NAMES, Checkpoint
 from .gguf_header import MAGIC, TensorInfo, read_header
 from .weight import DTYPES, Blocks, Weight
 
-LAYERS = "blk"
 TEMPLATE = "tokenizer.chat_template"
-NAMES = GGUF_NAMES
 # Keys that would change what is computed, and the value that changes nothing
 PLAIN_VALUES = {
     "expert_count": 0, "attention.causal": True, "attention.scale": 0.0, "attention.clamp_kqv": 0.0,
@@ -136,7 +134,7 @@ class GGUFCheckpoint(Checkpoint):
     """A GGUF model of an architecture in GGUF_LAYOUTS. See Checkpoint for the members."""
 
     format = "GGUF"
-    names, layers = NAMES, LAYERS
+    names = GGUF_NAMES
 
     def __init__(self, path: Path):
         self.path = path
@@ -150,16 +148,16 @@ class GGUFCheckpoint(Checkpoint):
         tables = {name: stored.pop(name).floats().double().flatten().tolist() for name in TABLES if name in stored}
         weights: dict[str, Weight] = {}
         for file_name, tensor in stored.items():
-            name = base.to_model_name(file_name, NAMES, LAYERS)
+            name = base.to_model_name(file_name, GGUF_NAMES)
             if name is None:
                 raise CheckpointError(f"{path}: {file_name:.80} is not part of a LLaMA decoder; try llama.cpp")
             weights[name] = tensor
-        self.config = _config(self.metadata, {name: weight.shape for name, weight in weights.items()}, tables)
+        fields = Fields(self.metadata, "metadata")
+        self.config = _config(fields, {name: weight.shape for name, weight in weights.items()}, tables)
         self._weights = base.model_weights(weights, self.config)
-        self.shapes = {name: weight.shape for name, weight in self._weights.items()}
-        self.config, self.factors = folded(self.config, Fields(self.metadata, "metadata"))
+        self.config, self.factors = folded(self.config, fields)
         self.layout = GGUF_LAYOUTS[self.metadata["general.architecture"]]
-        self.chat_template = _chat_template(Fields(self.metadata, "metadata"))
+        self.chat_template = _chat_template(fields)
         if self.metadata.get("tokenizer.ggml.model") == "gpt2" and "tokenizer.ggml.pre" not in self.metadata:
             self.warnings = ["no key tokenizer.ggml.pre; using llama.cpp's default, with which answers may be poor"]
 
@@ -193,15 +191,13 @@ def _chat_template(metadata: Fields) -> str | Mapping[str, str] | None:
     return templates["default"] if templates.keys() == {"default"} else templates or None
 
 
-def _config(
-    metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], tables: Mapping[str, list[float]]
-) -> ModelConfig:
+def _config(metadata: Fields, shapes: Mapping[str, tuple[int, ...]], tables: Mapping[str, list[float]]) -> ModelConfig:
     """The architecture by the metadata. The loader checks it against the shapes of the tensors."""
-    architecture = known(Fields(metadata, "metadata"), "general.architecture", GGUF_LAYOUTS)
+    architecture = known(metadata, "general.architecture", GGUF_LAYOUTS)
     if "tok_embeddings.weight" not in shapes:
         raise ConfigError("the tensor token_embd.weight is missing")
     prefix = f"{architecture}."
-    own = {key.removeprefix(prefix): _same(value) for key, value in metadata.items() if key.startswith(prefix)}
+    own = {key.removeprefix(prefix): _same(value) for key, value in metadata.values.items() if key.startswith(prefix)}
     fields = Fields(own, architecture)
     n_heads, n_layers = fields.get("attention.head_count", int), fields.get("block_count", int)
     dim = fields.get("embedding_length", int)

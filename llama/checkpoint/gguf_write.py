@@ -16,8 +16,8 @@ from ..errors import ConfigError
 from ..rope import to_layout
 from ..rope_scaling import inverse_frequencies, kind_of, rotated_entries, stretched, trained_length
 from .architectures import GGUF_LAYOUTS, INTERVAL, every
-from .base import PARTIAL, to_file_name
-from .gguf import LAYERS, NAMES, ROPE_FREQS, ROPE_LONG, ROPE_SHORT, TEMPLATE
+from .base import GGUF_NAMES, PARTIAL, to_file_name
+from .gguf import ROPE_FREQS, ROPE_LONG, ROPE_SHORT, TEMPLATE
 from .weight import FLOATS
 from .write import Model, raw_bytes
 
@@ -48,7 +48,7 @@ def write(
         type = gguf.GGMLQuantizationType[types.get(name) or FLOATS[model.dtypes[name]]]
         block, size = gguf.GGML_QUANT_SIZES[type]
         stored = [*shape[:-1], shape[-1] // block * size]  # the package expects the shape of the bytes
-        writer.add_tensor_info(to_file_name(name, NAMES, LAYERS), stored, np.dtype(np.uint8), math.prod(stored), type)
+        writer.add_tensor_info(to_file_name(name, GGUF_NAMES), stored, np.dtype(np.uint8), math.prod(stored), type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,9 +36,12 @@ from .weight import DTYPES, FLOATS, Weight
 CONFIG = "config.json"
 INDEX, BIN_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"
 
-NAMES = HUGGING_FACE_NAMES
-LAYERS = "model.layers"
-GRANITE_4_NAMES = {"shared_mlp.input_linear": "mlp.gate_up_proj", "shared_mlp.output_linear": "mlp.down_proj"}
+# Ends of the names of tensors that are not weights: RoPE tables, and scales for activations and the KV cache, which are
+# not quantized here
+UNUSED = (
+    ".rotary_emb.inv_freq", ".input_scale", ".input_zero_point", ".activation_scale", ".input_scale_ub",
+    ".output_scale", ".output_zero_point", ".kv_scale", ".k_scale", ".v_scale", ".k_zero_point", ".v_zero_point",
+)  # fmt: skip
 VISION = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 
 # Keys of config.json that do not affect inference
@@ -71,14 +74,9 @@ def model_name(name: str) -> str | None:
     """The model's name of a tensor of a file or adapter; None for one that a LLaMA decoder does not have."""
     name = re.sub(r"^(model\.)?language_model\.", "", name)  # beside a vision model
     if name.startswith("transformer."):
-        return base.to_model_name(name, EXAONE_NAMES, "transformer.h")
-    for theirs, usual in (
-        ("shared_mlp.input_linear", "mlp.gate_up_proj"),
-        ("shared_mlp.output_linear", "mlp.down_proj"),
-    ):
-        name = name.replace(theirs, usual)  # in Granite 4
+        return base.to_model_name(name, EXAONE_NAMES)
     # In a model that was saved without its head, names lack the prefix "model."
-    return base.to_model_name(name if name.startswith(("model.", "lm_head.")) else f"model.{name}", NAMES, LAYERS)
+    return base.to_model_name(name if name.startswith(("model.", "lm_head.")) else f"model.{name}", HUGGING_FACE_NAMES)
 
 
 def recognizes(folder: Path) -> bool:
@@ -111,6 +109,21 @@ class StoredTensor:
         return CheckpointError(f"{self.path}: {self.name} is {self.dtype} {self.shape}, {expected}")
 
 
+class Layer(dict[str, StoredTensor]):
+    """The tensors that store one quantized weight, by suffix. A missing one is a CheckpointError."""
+
+    def __missing__(self, suffix: str) -> StoredTensor:
+        other = next(iter(self.values()))
+        raise CheckpointError(f"{other.path}: {other.name} needs {suffix} of the same layer, which is missing")
+
+    def matrix(self, suffix: str, dtypes: Sequence[str]) -> StoredTensor:
+        """A tensor that must have two dimensions, neither of them 0, and one of the dtypes."""
+        tensor = self[suffix]
+        if len(tensor.shape) != 2 or 0 in tensor.shape or tensor.dtype not in dtypes:
+            raise tensor.error(f"expected a matrix of {' or '.join(dtypes)}")
+        return tensor
+
+
 class StoredWeight(Weight):
     """A weight that one or several tensors store. The first one names it."""
 
@@ -126,12 +139,23 @@ class StoredWeight(Weight):
     def mapped(self) -> list[Tensor]:
         return [tensor.read() for tensor in self.tensors]
 
-
-class StoredFloats(StoredWeight):
-    """A weight in floating point."""
-
     def floats(self) -> Tensor:
-        return self.tensors[0].read()[self.part].contiguous()
+        return self.tensors[0].read()[self.part].contiguous() if self.stored in DTYPES else super().floats()
+
+
+class Method(NamedTuple):
+    """How the quantized weights of a folder are stored.
+
+    name     for display
+    tensors  names of a layer's tensors without the name of the layer; may include `weight`
+    weight   returns the weight that a layer's tensors store. Reads little. Raises CheckpointError
+    layout   the order of the rows of wq and wk
+    """
+
+    name: str
+    tensors: tuple[str, ...]
+    weight: Callable[[Layer], Weight]
+    layout: Layout = "half"
 
 
 def open_file(path: Path) -> dict[str, StoredTensor]:
@@ -260,21 +284,18 @@ def _read_rope(fields: Fields, family: architectures.ModelType) -> tuple[float, 
 class HuggingFaceCheckpoint(Checkpoint):
     """A folder in Hugging Face's format. See Checkpoint for the members."""
 
-    format = "Hugging Face"
-    layout: Layout = "half"
-    names, layers = NAMES, LAYERS
-    suffixes: tuple[str, ...] = ()  # of tensors that store a quantized matrix, beside or in place of its `weight`
-    unused: tuple[str, ...] = (".rotary_emb.inv_freq",)  # ends of the names of tensors that are not weights
+    names = HUGGING_FACE_NAMES
 
-    def __init__(self, folder: Path, settings: dict[str, Any]):
-        """settings: the content of config.json."""
-        self.path, self.settings = folder, text_settings(settings)
+    def __init__(self, folder: Path, settings: dict[str, Any], method: Method | None):
+        """settings: the content of config.json; method: how weights are quantized."""
+        self.path, self.settings, self.method = folder, text_settings(settings), method
+        self.format = "Hugging Face" if method is None else f"Hugging Face, quantized by {method.name}"
+        self.layout = "half" if method is None else method.layout
         self.warnings: list[str]
         self.config, self.warnings = read_config(self.settings, CONFIG)
         self.config, self.factors = folded(self.config, Fields(self.settings, CONFIG))
         self.generation = read_optional(folder / "generation_config.json")
         self.sampling = self._sampling()
-        self.tokenizer_settings = read_optional(folder / "tokenizer_config.json")
         self.chat_template = read_chat_template(folder)
         tensors = open_weights(folder)
         if settings.get("model_type") == "mistral3":
@@ -285,25 +306,22 @@ class HuggingFaceCheckpoint(Checkpoint):
             tensors, self.config = text, dataclasses.replace(self.config, tie_embeddings=tied)
         self.parts = {path.name: path.stat().st_size for path in sorted({tensor.path for tensor in tensors})}
         self._weights = self._collect(tensors)
-        self.shapes = {name: weight.shape for name, weight in self._weights.items()}
 
     def own_tokenizer(self) -> Tokenizer:
-        from ..tokenizer import open_tokenizer
-
         path = base.find_tokenizer(self.path, ("tokenizer.json", "tokenizer.model"))
-        settings = self.tokenizer_settings or read_optional(path.with_name("tokenizer_config.json"))
-        bos_ids, stop_ids = self._ids("bos_token_id"), self._ids("eos_token_id")
-        return open_tokenizer(path, settings, Named(bos_ids, stop_ids, self.chat_template or ""))
+        ids = self._ids("bos_token_id"), self._ids("eos_token_id")
+        return read_tokenizer(path, Named(*ids, self.chat_template or ""))
 
     # ------------------------------------------------------------------------------------------------ the tensors
     def _collect(self, tensors: Sequence[StoredTensor]) -> dict[str, Weight]:
         """The weights that the tensors store. Raises CheckpointError for a tensor that no LLaMA has."""
         found: dict[str, dict[str, StoredTensor]] = {}  # weight -> suffix -> tensor
+        suffixes = self.method.tensors if self.method else ()
         for tensor in tensors:
-            suffix = next((one for one in self.suffixes if tensor.name.endswith(f".{one}")), None)
-            source = tensor.name if suffix is None else f"{tensor.name.removesuffix(suffix)}weight"
-            if tensor.name.endswith(self.unused):
+            if tensor.name.endswith(UNUSED):
                 continue
+            suffix = next((one for one in suffixes if tensor.name.endswith(f".{one}")), None)
+            source = tensor.name if suffix is None else f"{tensor.name.removesuffix(suffix)}weight"
             name = model_name(source)
             if name is None:
                 raise CheckpointError(f"{tensor.path}: {tensor.name!r:.80} is not part of a LLaMA decoder")
@@ -312,24 +330,31 @@ class HuggingFaceCheckpoint(Checkpoint):
                 raise CheckpointError(f"{tensor.name} is in {other.path} and {tensor.path.name}; remove one of them")
         if self.config.tie_embeddings and EMBEDDING not in found and OUTPUT in found:
             found[EMBEDDING] = found.pop(OUTPUT)
-        weights = {name: self._weight(name, stored) for name, stored in found.items()}
+        weights = {name: self._weight(stored) for name, stored in found.items()}
         weights = weights if self.layout == "interleaved" else model_weights(weights, self.config)
         if self.config.tie_embeddings and OUTPUT in weights:
             output, embedding = weights.pop(OUTPUT).floats(), weights[EMBEDDING].floats()
             if output.dtype != embedding.dtype or not torch.equal(output, embedding):
                 raise CheckpointError(f"{self.path} ties the embeddings, but lm_head.weight differs from the embedding")
+        # Some versions of AutoGPTQ saved biases of zeros that the configuration does not mention.
+        for name in [name for name in weights if self.method and name.endswith(".bias")]:
+            of_qkv = name.endswith((".wq.bias", ".wk.bias", ".wv.bias")) and self.config.qkv_bias
+            expected = (self.config.attention_bias or of_qkv) if ".attention." in name else self.config.mlp_bias
+            if not expected and not bool(weights[name].floats().any()):
+                del weights[name]
         return weights
 
-    def _weight(self, name: str, stored: Mapping[str, StoredTensor]) -> Weight:
+    def _weight(self, stored: Mapping[str, StoredTensor]) -> Weight:
         """The weight that some tensors store. Raises CheckpointError."""
         first = next(iter(stored.values()))
         if stored.keys() <= {"weight", "bias"} and first.dtype in DTYPES:
-            return StoredFloats(stored, first.shape, first.dtype)
-        return self._quantized(name, stored)
-
-    def _quantized(self, name: str, stored: Mapping[str, StoredTensor]) -> Weight:
-        """The quantized weight that some tensors store. Raises CheckpointError."""
-        raise next(iter(stored.values())).error(f"expected one of {', '.join(DTYPES)}; get the weights in BF16")
+            return StoredWeight(stored, first.shape, first.dtype)
+        if self.method is None:
+            raise first.error(f"expected one of {', '.join(DTYPES)}; get the weights in BF16")
+        for suffix, tensor in stored.items():
+            if suffix not in self.method.tensors:
+                raise tensor.error(f"which {self.method.name} does not store beside {', '.join(stored)}")
+        return self.method.weight(Layer(stored))
 
     # -------------------------------------------------------------------------------------- tokens and sampling
     def _ids(self, key: str) -> list[int]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..checks import dtype_name
@@ -15,9 +17,8 @@ from ..errors import ConfigError
 from ..rope import Layout, to_layout
 from ..rope_scaling import kind_of, rotated_entries, trained_length
 from .architectures import FULL, MODEL_TYPES, SLIDING
-from .base import PARTIAL, to_file_name
-from .huggingface import INDEX, LAYERS, NAMES
-from .weight import FLOATS
+from .base import HUGGING_FACE_NAMES, PARTIAL, to_file_name
+from .huggingface import INDEX, STORED
 from .write import Model, raw_bytes
 
 FILE_SIZE = 5 * 10**9  # bytes of weights in a file, about; as in transformers
@@ -26,23 +27,25 @@ FILE_SIZE = 5 * 10**9  # bytes of weights in a file, about; as in transformers
 class Entry(NamedTuple):
     """A tensor to write.
 
-    dtype     its name in safetensors files
     read      returns the values
     metadata  an entry for the header of the file, under the tensor's name
     """
 
-    dtype: str
+    dtype: torch.dtype
     shape: tuple[int, ...]
-    nbytes: int
     read: Callable[[], Tensor]
     metadata: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def write(folder: Path, model: Model, shards: int = 0) -> None:
     """Fill an empty folder with `shards` files of weights; 0 means as many as needed for about 5 GB each."""
     if family_keys(model.config)[0] == "phi3":
         raise ConfigError(PARTIAL)
-    write_weights(folder, {to_file_name(name, NAMES, LAYERS): entry(model, name) for name in model.shapes}, shards)
+    write_weights(folder, {to_file_name(name, HUGGING_FACE_NAMES): entry(model, name) for name in model.shapes}, shards)
     write_json(folder / "config.json", config_json(model))
     write_tokenizer(folder, model)
 
@@ -53,7 +56,7 @@ def entry(model: Model, name: str, layout: Layout = "half") -> Entry:
     def read() -> Tensor:
         return to_layout(name, model.read(name), model.config.head_dim, "interleaved", layout)
 
-    return Entry(FLOATS[model.dtypes[name]], model.shapes[name], model.nbytes(name), read)
+    return Entry(model.dtypes[name], model.shapes[name], read)
 
 
 def write_weights(folder: Path, entries: Mapping[str, Entry], shards: int = 0) -> None:
@@ -66,8 +69,7 @@ def write_weights(folder: Path, entries: Mapping[str, Entry], shards: int = 0) -
     for i in range(count):
         file = "model.safetensors" if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors"
         part = {name: entries[name] for name in names[i * len(names) // count : (i + 1) * len(names) // count]}
-        metadata = {name: one.metadata for name, one in part.items() if one.metadata}
-        write_safetensors(folder / file, part, metadata)
+        write_safetensors(folder / file, part, {name: one.metadata for name, one in part.items() if one.metadata})
         weight_map |= dict.fromkeys(part, file)
     if count > 1:
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
@@ -82,7 +84,7 @@ def write_safetensors(path: Path, entries: Mapping[str, Entry], metadata: Mappin
     end = 0
     for name, one in entries.items():
         start, end = end, end + one.nbytes
-        header[name] = {"dtype": one.dtype, "shape": list(one.shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": STORED[one.dtype], "shape": list(one.shape), "data_offsets": [start, end]}
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-(len(raw) + 8) % 64)  # aligns the first tensor to a cache line
     with open(path, "wb") as file:

@@ -72,7 +72,7 @@ class IntegerWeight(StoredWeight):
         if self.order is not None:
             return None
         single, scale = self.group >= self.whole[1], self.scale.float()
-        zero = None if self.zero is None else self.zero(slice(None))
+        zero = None if self.zero is None else self.zero(slice(self.whole[0]))
         offset = zero is not None and bool((zero != 2 ** (self.width - 1)).any())
         if single and self.width == 8 and not offset:
             return GroupFormat(8, 0, False)
@@ -121,10 +121,6 @@ def unpack_words(words: NDArray[np.int32], bits: int, part: slice = slice(None))
 def unpack_rows_of_words(words: NDArray[np.int32], part: slice) -> NDArray[np.uint8]:
     """Rows `part` of 4-bit integers, packed 8 rows to a word in AutoAWQ's order: (K, W) -> (n, K)."""
     first, last, _ = part.indices(8 * words.shape[1])
-    words = words[:, first // 8 : -(-last // 8)]
-    columns = np.ascontiguousarray(words.T).view(np.uint8).reshape(words.shape[1], -1, 4)  # (W, K, bytes)
-    rows = np.empty((len(columns), 8, columns.shape[1]), np.uint8)
-    for i, row in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
-        byte = columns[..., i // 2]
-        rows[:, row] = byte >> 4 if i % 2 else byte & 15
-    return rows.reshape(-1, columns.shape[1])[first % 8 :][: last - first]
+    quants = unpack_words(words[:, first // 8 : -(-last // 8), None], 4)  # (K, W, 8)
+    rows = quants.transpose(1, 2, 0)[:, [0, 4, 1, 5, 2, 6, 3, 7]]  # (W, 8, K)
+    return rows.reshape(-1, len(words))[first % 8 :][: last - first]

@@ -20,7 +20,7 @@ from ..rope import Layout
 from ..system.documents import Fields, read_json
 from . import gguf, huggingface
 from .architectures import GGUF_LAYOUTS, known
-from .base import EMBEDDING, to_model_name
+from .base import EMBEDDING, GGUF_NAMES, to_model_name
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -101,7 +101,7 @@ def _read_gguf(path: Path) -> Adapter:
         raise CheckpointError(f"adapter {path} applies only after certain tokens (aLoRA); run it with llama.cpp")
     alpha, low_rank = fields.get("adapter.lora.alpha", float, 0.0), {}
     for weight in dict.fromkeys(re.sub(r"\.lora_[ab]$", "", name) for name in file.tensors):
-        name = to_model_name(weight, gguf.NAMES, gguf.LAYERS)
+        name = to_model_name(weight, GGUF_NAMES)
         a, b = (file.tensors.get(f"{weight}.lora_{end}") for end in "ab")
         if name is None or a is None or b is None:
             raise DamagedError(f"adapter {path}: expected two matrices for each weight of a LLaMA, found {weight:.80}")

@@ -21,7 +21,7 @@ from ..system.documents import Fields, read_json, start_of
 from ..tokenizer import Tokenizer
 from . import base
 from .architectures import SCALED_ROPE
-from .base import EMBEDDING, META_NAMES, OUTPUT, Checkpoint
+from .base import EMBEDDING, META_NAMES, OUTPUT, Checkpoint, to_file_name
 from .torchfile import read_torch
 from .weight import FLOATS, Weight
 
@@ -55,16 +55,17 @@ def recognizes(folder: Path) -> bool:
 class MetaWeight(Weight):
     """A weight of a folder in Meta's format."""
 
-    def __init__(self, checkpoint: MetaCheckpoint, key: str, source: str, shape: tuple[int, ...]):
-        """key: the model's name; source: Meta's, without ".weight"."""
-        super().__init__(f"{source}.weight", shape, {**FLOATS, **QUANTIZED}[checkpoint._stored(key).dtype])
-        self.checkpoint, self.key, self.source = checkpoint, key, source
+    def __init__(self, checkpoint: MetaCheckpoint, key: str):
+        """key: the model's name."""
+        stored = {**FLOATS, **QUANTIZED}[checkpoint._stored(key).dtype]
+        super().__init__(to_file_name(key, META_NAMES), checkpoint._shape(key), stored)
+        self.checkpoint, self.key = checkpoint, key
 
     def floats(self) -> Tensor:
         return self.checkpoint.read(self.key, self.part).contiguous()
 
     def mapped(self) -> list[Tensor]:
-        keys = [self.source + suffix for suffix in SUFFIXES]
+        keys = [self.name.removesuffix(".weight") + suffix for suffix in SUFFIXES]
         return [shard[key] for shard in self.checkpoint.shards for key in keys if key in shard]
 
 
@@ -87,12 +88,11 @@ class MetaCheckpoint(Checkpoint):
             self._scales = [read_torch(folder / f"fp8_scales_{rank}.pt") for rank in range(len(self.shards))]
         self._spun = bool(self.params.get("quantization_args", dict, {}).get("spinquant"))
         self._kv_copies = 1  # how often each key/value head is stored: if there are more shards than heads
-        self._names = self._match_names()  # the model's name -> (Meta's name without ".weight", axis)
+        self._axes = self._match_names()  # by the model's names: the axis along which a weight is split
         self._check_shards()
         self.config, self.notes = self._read_config()
         tied = self.config.tie_embeddings
-        self.shapes = {name: self._shape(name) for name in self._names if not (tied and name == OUTPUT)}
-        self._weights = {key: MetaWeight(self, key, self._names[key][0], shape) for key, shape in self.shapes.items()}
+        self._weights = {key: MetaWeight(self, key) for key in self._axes if not (tied and key == OUTPUT)}
         self.warnings = base.unknown_keys(self.params, NO_EFFECT)
 
     def own_tokenizer(self) -> Tokenizer:
@@ -116,7 +116,9 @@ class MetaCheckpoint(Checkpoint):
     def read(self, name: str, part: tuple[slice, ...] = (ALL, ALL)) -> Tensor:
         """Rows and columns of a weight, or entries of a vector."""
         copies = self._has_copies(name)
-        if not copies and not self._is_spun(name):
+        # SpinQuant's code multiplies the input of this layer by a Hadamard matrix. The weight times it does the same.
+        spun = self._spun and name.endswith("w_down.weight")
+        if not copies and not spun:
             return self._merged(name, *part)
         weight = self._merged(name)
         if copies:
@@ -124,11 +126,11 @@ class MetaCheckpoint(Checkpoint):
             if not bool((heads == heads[:, :1]).all()):
                 raise DamagedError(f"{self.path}: the copies of the key/value heads in {name} differ")
             weight = heads[:, 0].flatten(0, 1)  # (KV * D, C)
-        return (hadamard(weight) if self._is_spun(name) else weight)[part]
+        return (hadamard(weight) if spun else weight)[part]
 
-    def _match_names(self) -> dict[str, tuple[str, int | None]]:
+    def _match_names(self) -> dict[str, int | None]:
         where, shard = self.files[0], self.shards[0]
-        names: dict[str, tuple[str, int | None]] = {}
+        axes: dict[str, int | None] = {}
         for name, tensor in shard.items():
             if TABLES.fullmatch(name):
                 continue
@@ -136,22 +138,21 @@ class MetaCheckpoint(Checkpoint):
             if not match or match[2] not in META_NAMES:
                 raise CheckpointError(f"{where}: {name:.80} is not part of a LLaMA decoder, so this model can't be run")
             layer, ours = match[1] or "", META_NAMES[match[2]]
-            source = f"{layer}{match[2]}"
             if match[3] == ".weight":
                 axis = None if ours.endswith("norm") else 1 if ours in SPLIT_BY_COLUMNS else 0
-                names[f"{layer}{ours}.weight"] = (source, axis)
+                axes[f"{layer}{ours}.weight"] = axis
                 fits = tensor.dim() == (1 if axis is None else 2) and tensor.dtype in (*FLOATS, *QUANTIZED)
             else:  # a part of a quantized weight
-                fits = f"{source}.weight" in shard and shard[f"{source}.weight"].dtype == torch.int8
+                whole = shard.get(f"{layer}{match[2]}.weight")
+                fits = whole is not None and whole.dtype == torch.int8
             if not fits:
                 found = f"{tensor.dtype} {tuple(tensor.shape)}"
                 raise CheckpointError(f"{where}: {name} is {found}, which no LLaMA has; get the weights in bfloat16")
-        if missing := [name for name in (EMBEDDING, OUTPUT, NORM, WQ, WK, GATE) if name not in names]:
+        if missing := [name for name in (EMBEDDING, OUTPUT, NORM, WQ, WK, GATE) if name not in axes]:
             raise DamagedError(f"{where}: {self.file_name(missing[0])} is missing")
-        source, _ = names[EMBEDDING]  # split by columns up to Code Llama, by rows since Llama 3
-        if shard[f"{source}.weight"].shape[1] < self.params.get("dim", int):
-            names[EMBEDDING] = (source, 1)
-        return names
+        # split by columns up to Code Llama, by rows since Llama 3
+        axes[EMBEDDING] = int(self._stored(EMBEDDING).shape[1] < self.params.get("dim", int))
+        return axes
 
     def _check_shards(self) -> None:
         """Raise CheckpointError unless the shards agree in names, shapes and norm, and differ in wq."""
@@ -168,11 +169,11 @@ class MetaCheckpoint(Checkpoint):
 
     def _stored(self, name: str) -> Tensor:
         """The first shard's part of a weight, in the stored dtype."""
-        return self.shards[0][f"{self._names[name][0]}.weight"]
+        return self.shards[0][to_file_name(name, META_NAMES)]
 
     def _shape(self, name: str) -> tuple[int, ...]:
         """The shape of a weight, without copies of heads."""
-        shape, axis = list(self._stored(name).shape), self._names[name][1]
+        shape, axis = list(self._stored(name).shape), self._axes[name]
         if axis is not None:
             shape[axis] *= len(self.shards)
         if self._has_copies(name):
@@ -181,20 +182,21 @@ class MetaCheckpoint(Checkpoint):
 
     def _merged(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Tensor:
         """Part of a weight, with copies of heads, from the shards that have it."""
-        source, axis = self._names[name]
+        axis = self._axes[name]
         if axis is None:
-            return self._shard(source, 0)[rows]
+            return self._shard(name, 0)[rows]
         cut, other = (rows, columns) if axis == 0 else (columns, rows)
         size = self._stored(name).shape[axis]  # of each shard
         first, last, _ = cut.indices(size * len(self.shards))
         pieces = []
         for rank in range(first // size, -(-last // size)):
             own = slice(max(first - rank * size, 0), min(last - rank * size, size))
-            pieces.append(self._shard(source, rank)[(own, other) if axis == 0 else (other, own)])
+            pieces.append(self._shard(name, rank)[(own, other) if axis == 0 else (other, own)])
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, axis)
 
-    def _shard(self, source: str, rank: int) -> Tensor:
+    def _shard(self, name: str, rank: int) -> Tensor:
         """One shard's part of a weight, in floating point."""
+        source = to_file_name(name, META_NAMES).removesuffix(".weight")
         weight = self.shards[rank][f"{source}.weight"]
         if weight.dtype in FLOATS:
             return weight
@@ -208,13 +210,6 @@ class MetaCheckpoint(Checkpoint):
     def _has_copies(self, name: str) -> bool:
         """Whether this weight stores each key/value head several times."""
         return self._kv_copies > 1 and name.endswith((".wk.weight", ".wv.weight"))
-
-    def _is_spun(self, name: str) -> bool:
-        """Whether SpinQuant's code multiplies the input of this layer by a Hadamard matrix at run time.
-
-        `read` multiplies the weight by it instead, with the same result.
-        """
-        return self._spun and name.endswith("w_down.weight")
 
     # ----------------------------------------------------------------------------------------------- configuration
     def _read_config(self) -> tuple[ModelConfig, list[str]]:
@@ -278,7 +273,7 @@ class MetaCheckpoint(Checkpoint):
         # Usually the first rows differ, or both are the same storage, which need not be read.
         tied = all(one.data_ptr() == other.data_ptr() or torch.equal(one, other) for one, other in pairs)
         for key in (EMBEDDING, OUTPUT):
-            MetaWeight(self, key, self._names[key][0], self._shape(key)).release()
+            MetaWeight(self, key).release()
         return tied
 
 

@@ -12,11 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import CheckpointError, ConfigError
-from ..system.documents import Fields, read_json, start_of
+from ..system.documents import read_json, start_of
 from ..tokenizer import Tokenizer
-from . import gguf, huggingface, meta, prequantized, quantized
+from . import gguf, huggingface, meta
 from .architectures import window_warnings
 from .base import Checkpoint
+from .prequantized import method_of
 
 MOST_PATHS = 1000  # the most files and folders that are looked at below a folder
 EXPECTED = "expected config.json, params.json or *.gguf"
@@ -54,14 +55,9 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def _hugging_face(folder: Path) -> Checkpoint:
-    """The reader of a Hugging Face folder that its quantization requires."""
-    file, key = folder / huggingface.CONFIG, "quantization_config"
+    file = folder / huggingface.CONFIG
     settings = read_json(file)
-    if (found := Fields(settings, str(file)).get(key, dict, None)) is None:
-        return huggingface.HuggingFaceCheckpoint(folder, settings)
-    own = found.get("quant_method") == quantized.METHOD
-    reader = quantized.QuantizedCheckpoint if own else prequantized.PrequantizedCheckpoint
-    return reader(folder, settings, Fields(found, f"{file}: {key}"))
+    return huggingface.HuggingFaceCheckpoint(folder, settings, method_of(settings, str(file)))
 
 
 # (whether a path has this format, its reader); the first that fits is used

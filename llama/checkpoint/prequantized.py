@@ -1,6 +1,6 @@
 """Reader of Hugging Face folders whose weights another program has quantized: GPTQ, AWQ, FP8, bitsandbytes, ...
 
-Several tensors store one weight; a method of METHODS combines them. Integers go to the kernels unchanged if their
+Several tensors store one weight; a `Method` of METHODS combines them. Integers go to the kernels unchanged if their
 formats can represent them; other weights are dequantized when they are read. Sources: the packages AutoGPTQ 0.7.1 and
 GPTQModel 7.7 (GPTQ), AutoAWQ 0.2.9, compressed-tensors 0.20, bitsandbytes 0.50, and transformers 5.23 (FP8).
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,27 +20,14 @@ from torch import Tensor
 from ..checks import integer, is_integer, shown
 from ..errors import CheckpointError, ConfigError
 from ..system.documents import Fields, parse_json
-from .huggingface import HuggingFaceCheckpoint, StoredTensor, StoredWeight
+from .huggingface import Layer, Method, StoredTensor, StoredWeight
 from .integers import IntegerWeight, repeated, unpack_rows_of_words, unpack_words
-from .weight import DTYPES, Weight
+from .quantized import METHOD, clearllama
+from .weight import DTYPES
 
 FLOAT8 = "F8_E4M3"
+LARGEST_GROUP = 2**31
 INSTEAD = "run it with vLLM, or get the weights in BF16"
-
-
-class Layer(dict[str, StoredTensor]):
-    """The tensors of one quantized layer, by suffix. A missing one is a CheckpointError."""
-
-    def __missing__(self, suffix: str) -> StoredTensor:
-        other = next(iter(self.values()))
-        raise CheckpointError(f"{other.path}: {other.name} needs {suffix} of the same layer, which is missing")
-
-    def matrix(self, suffix: str, dtypes: Sequence[str]) -> StoredTensor:
-        """A tensor that must have two dimensions, neither of them 0, and one of the dtypes."""
-        tensor = self[suffix]
-        if len(tensor.shape) != 2 or 0 in tensor.shape or tensor.dtype not in dtypes:
-            raise tensor.error(f"expected a matrix of {' or '.join(dtypes)}")
-        return tensor
 
 
 class DequantizedWeight(StoredWeight):
@@ -54,24 +40,6 @@ class DequantizedWeight(StoredWeight):
     def dequantized(self) -> Tensor:
         rows, columns = self.part
         return self.rows(rows)[:, columns]
-
-
-class Method:
-    """How the weights of a folder are stored, by its quantization_config.
-
-    name     display name
-    tensors  names of a layer's tensors without the name of the layer; may include `weight`
-    """
-
-    name: str
-    tensors: tuple[str, ...]
-
-    def __init__(self, fields: Fields):
-        """Read the configuration. Raises ConfigError."""
-
-    def weight(self, layer: Layer) -> StoredWeight:
-        """The weight that a layer's tensors store. Reads little. Raises CheckpointError."""
-        raise NotImplementedError
 
 
 def _choice(fields: Fields, key: str, allowed: Sequence[Any]) -> Any:
@@ -91,10 +59,10 @@ def _refuse(fields: Fields, *keys: str) -> None:
             raise ConfigError(f"{fields.where}: {key} is {shown(value)}, expected none; {INSTEAD}")
 
 
-def _group_size(fields: Fields, key: str) -> int:
-    """The number of columns in a group; -1 for a complete row."""
-    size = fields.get(key, int)
-    return size if size == -1 else integer(f"{fields.where}: {key}", size, 1, 2**31, ConfigError)
+def _group_size(fields: Fields) -> int:
+    """The number of columns in a group. The largest one, a complete row, is written -1."""
+    size = fields.get("group_size", int)
+    return LARGEST_GROUP if size == -1 else integer(f"{fields.where}: group_size", size, 1, LARGEST_GROUP, ConfigError)
 
 
 def _order(index: StoredTensor | None, columns: int, group: int, groups: int) -> Tensor | None:
@@ -115,66 +83,54 @@ def _signed_bytes(weight: StoredTensor) -> Callable[[slice], NDArray[np.uint8]]:
 
 
 # ------------------------------------------------------------------------------------------------------------ GPTQ
-class GPTQ(Method):
+def gptq(fields: Fields) -> Method:
     """qweight (K bits / 32, N), qzeros (G, N bits / 32), scales (G, N), and g_idx (K,), the group of each column.
 
     Format gptq stores each zero point minus 1, gptq_v2 the zero point itself. Those of a symmetric model are all equal,
     and their value is not used: files exist whose configuration names the wrong format.
     """
+    bits, group = _choice(fields, "bits", (4, 8)), _group_size(fields)
+    symmetric, reorders = fields.get("sym", bool, False), fields.get("desc_act", bool, False)
+    formats = [_choice(fields, key, ("gptq", "gptq_v2")) for key in ("checkpoint_format", "format")]
+    # Carries into the next integer are intended: the writer subtracted `ones` from the whole word.
+    ones = np.uint32(0 if "gptq_v2" in formats else sum(1 << i for i in range(0, 32, bits)))
+    _refuse(fields, "dynamic", "rotation")
 
-    name = "GPTQ"
-    tensors = ("qweight", "qzeros", "scales", "g_idx")
-
-    def __init__(self, fields: Fields):
-        self.bits = _choice(fields, "bits", (4, 8))
-        self.group = _group_size(fields, "group_size")
-        self.symmetric, self.reorders = fields.get("sym", bool, False), fields.get("desc_act", bool, False)
-        formats = [_choice(fields, key, ("gptq", "gptq_v2")) for key in ("checkpoint_format", "format")]
-        self.subtracted = 0 if "gptq_v2" in formats else 1
-        _refuse(fields, "dynamic", "rotation")
-
-    def weight(self, layer: Layer) -> StoredWeight:
-        qweight, bits = layer.matrix("qweight", ("I32",)), self.bits
+    def weight(layer: Layer) -> StoredWeight:
+        qweight = layer.matrix("qweight", ("I32",))
         columns, rows = qweight.shape[0] * 32 // bits, qweight.shape[1]
-        group = self.group if self.group > 0 else columns
         groups = -(-columns // group)
         scales = layer["scales"].expect(DTYPES, (groups, rows))
         qzeros = layer["qzeros"].expect(("I32",), (groups, -(-rows * bits // 32)))
-        if self.symmetric and bool((qzeros.read() != qzeros.read()[0, 0]).any()):
+        if symmetric and bool((qzeros.read() != qzeros.read()[0, 0]).any()):
             raise qzeros.error("with different zero points, but the configuration says sym; get the weights in BF16")
-        order = _order(layer["g_idx"] if self.reorders else layer.get("g_idx"), columns, group, groups)
+        order = _order(layer["g_idx"] if reorders else layer.get("g_idx"), columns, group, groups)
 
         def zero(part: slice) -> Any:
-            # Carries into the next integer are intended: the writer subtracted `ones` from the whole word.
-            ones = np.uint32(self.subtracted * sum(1 << i for i in range(0, 32, bits)))
             words = (qzeros.read().numpy().view(np.uint32) + ones).view(np.int32)
-            return unpack_words(words, bits, slice(*part.indices(rows))).T  # (n, G)
+            return unpack_words(words, bits, part).T  # (n, G)
 
         def quants(part: slice) -> Any:
             return unpack_words(qweight.read()[:, part].numpy().T, bits)
 
-        zeros = None if self.symmetric else zero
+        zeros = None if symmetric else zero
         shape, scale = (rows, columns), scales.read().T
         return IntegerWeight(layer, f"GPTQ int{bits}", shape, bits, group, quants, scale, zeros, order)
 
+    return Method("GPTQ", ("qweight", "qzeros", "scales", "g_idx"), weight)
+
 
 # ------------------------------------------------------------------------------------------------------------- AWQ
-class AWQ(Method):
+def awq(fields: Fields) -> Method:
     """4 bits: qweight (K, N / 8), qzeros (G, N / 8), scales (G, N)."""
+    _choice(fields, "bits", (4,))
+    group = _group_size(fields)
+    for key in ("version", "format", "checkpoint_format"):
+        _choice(fields, key, ("gemm", "exllama", "ipex"))  # the last two are ways to run gemm's layout
 
-    name = "AWQ"
-    tensors = ("qweight", "qzeros", "scales")
-
-    def __init__(self, fields: Fields):
-        _choice(fields, "bits", (4,))
-        self.group = _group_size(fields, "group_size")
-        for key in ("version", "format", "checkpoint_format"):
-            _choice(fields, key, ("gemm", "exllama", "ipex"))  # the last two are ways to run gemm's layout
-
-    def weight(self, layer: Layer) -> StoredWeight:
+    def weight(layer: Layer) -> StoredWeight:
         qweight = layer.matrix("qweight", ("I32",))
         columns, rows = qweight.shape[0], 8 * qweight.shape[1]
-        group = columns if self.group < 0 else min(self.group, columns)
         groups = -(-columns // group)
         scales = layer["scales"].expect(DTYPES, (groups, rows)).read().T
         qzeros = layer["qzeros"].expect(("I32",), (groups, rows // 8))
@@ -184,6 +140,8 @@ class AWQ(Method):
 
         shape, quants, zeros = (rows, columns), unpacked(qweight), unpacked(qzeros)
         return IntegerWeight(layer, "AWQ int4", shape, 4, group, quants, scales, zeros)
+
+    return Method("AWQ", ("qweight", "qzeros", "scales"), weight)
 
 
 # ------------------------------------------------------------------------------------------------------ 8-bit floats
@@ -200,8 +158,7 @@ def _scaled_floats(
     down, across = block[scale.shape]
 
     def floats(part: slice) -> Tensor:
-        first, last, _ = part.indices(rows)
-        scales = scale.read().float().view(-1, -(-columns // across))[torch.arange(first, last) // down]
+        scales = scale.read().float().view(-1, -(-columns // across))[torch.arange(part.start, part.stop) // down]
         return weight.read()[part].float().mul_(repeated(scales, across, columns))  # (n, K)
 
     return DequantizedWeight(layer, "FP8", (rows, columns), floats)
@@ -215,48 +172,39 @@ def _block_sizes(fields: Fields, key: str) -> list[tuple[int, int]]:
     return [(sizes[0], sizes[1])] if sizes else []
 
 
-class FP8(Method):
+def fp8(fields: Fields) -> Method:
     """weight in float8, and weight_scale_inv or weight_scale: one number, one for each row, or one for each block."""
+    blocks = _block_sizes(fields, "weight_block_size")
 
-    name = "FP8"
-    tensors = ("weight", "weight_scale_inv", "weight_scale")
-
-    def __init__(self, fields: Fields):
-        self.blocks = _block_sizes(fields, "weight_block_size")
-
-    def weight(self, layer: Layer) -> StoredWeight:
+    def weight(layer: Layer) -> StoredWeight:
         scale = layer.get("weight_scale") or layer["weight_scale_inv"]
-        return _scaled_floats(layer, layer.matrix("weight", (FLOAT8,)), scale, self.blocks)
+        return _scaled_floats(layer, layer.matrix("weight", (FLOAT8,)), scale, blocks)
+
+    return Method("FP8", ("weight", "weight_scale_inv", "weight_scale"), weight)
 
 
 # ---------------------------------------------------------------------------------------------- compressed-tensors
-class CompressedTensors(Method):
+def compressed_tensors(fields: Fields) -> Method:
     """Packed integers (weight_packed), or a weight in int8 or float8, with weight_scale and perhaps zero points.
 
     weight_packed (N, K bits / 32), weight_zero_point (N bits / 32, G), weight_shape: N and K. Packed integers are
     offset by 2^(bits - 1).
     """
+    _choice(fields, "format", ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"))
+    _refuse(fields, "transform_config")
+    where, found = f"{fields.where}: config_groups", fields.get("config_groups", dict, {})
+    schemes = [Fields(Fields(found, where).get(key, dict), where).get("weights", dict, {}) for key in found] or [{}]
+    if any(scheme != schemes[0] for scheme in schemes):
+        raise ConfigError(f"{where}: the groups store weights in different ways; {INSTEAD}")
+    weights = Fields(schemes[0], where)
+    width, symmetric = _choice(weights, "num_bits", (8, 4)), weights.get("symmetric", bool, True)
+    reorders = weights.get("actorder", object, None) == "group"
+    blocks = _block_sizes(weights, "block_structure")
 
-    name = "compressed-tensors"
-    tensors = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
-
-    def __init__(self, fields: Fields):
-        _choice(fields, "format", ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"))
-        _refuse(fields, "transform_config")
-        where, found = f"{fields.where}: config_groups", fields.get("config_groups", dict, {})
-        groups = [Fields(Fields(found, where).get(key, dict), where) for key in found]
-        schemes = [group.get("weights", dict, {}) for group in groups] or [{}]
-        if any(scheme != schemes[0] for scheme in schemes):
-            raise ConfigError(f"{where}: the groups store weights in different ways; {INSTEAD}")
-        weights = Fields(schemes[0], where)
-        self.bits, self.symmetric = _choice(weights, "num_bits", (8, 4)), weights.get("symmetric", bool, True)
-        self.reorders = weights.get("actorder", object, None) == "group"
-        self.blocks = _block_sizes(weights, "block_structure")
-
-    def weight(self, layer: Layer) -> StoredWeight:
-        scale = layer["weight_scale"]
+    def weight(layer: Layer) -> StoredWeight:
+        scale, bits = layer["weight_scale"], width
         if "weight_packed" in layer:
-            packed, bits = layer.matrix("weight_packed", ("I32",)), self.bits
+            packed = layer.matrix("weight_packed", ("I32",))
             rows, columns = layer["weight_shape"].expect(("I64", "I32"), (2,)).read().tolist()
             if columns < 1 or packed.shape != (rows, -(-columns * bits // 32)):
                 raise packed.error(f"expected {bits} bits for the shape ({rows}, {columns}) in weight_shape")
@@ -266,125 +214,104 @@ class CompressedTensors(Method):
         groups = scale.shape[1] if len(scale.shape) == 2 else 1
         group = -(-columns // (groups or 1))
         if packed.dtype == FLOAT8:
-            return _scaled_floats(layer, packed, scale, self.blocks or [(1, group)] * (groups > 1))
+            return _scaled_floats(layer, packed, scale, blocks or [(1, group)] * (groups > 1))
         if scale.dtype not in DTYPES or scale.shape not in ((), (1,), (1, 1), (rows,), (rows, columns // group)):
             raise scale.error(f"expected floating-point numbers for {rows} rows of equal groups of {columns} columns")
-        order = _order(layer["weight_g_idx"] if self.reorders else layer.get("weight_g_idx"), columns, group, groups)
+        order = _order(layer["weight_g_idx"] if reorders else layer.get("weight_g_idx"), columns, group, groups)
 
         def unpacked(part: slice) -> Any:
             return unpack_words(packed.read()[part].numpy(), bits, slice(columns))
 
         def zero(part: slice) -> Any:
             zeros = layer["weight_zero_point"].read().numpy().T
-            return unpack_words(zeros, bits, slice(*part.indices(rows))).T  # (n, G)
+            return unpack_words(zeros, bits, part).T  # (n, G)
 
         quants = _signed_bytes(packed) if packed.dtype == "I8" else unpacked
-        if not self.symmetric:
+        if not symmetric:
             layer["weight_zero_point"].expect(("I32",), (-(-rows * bits // 32), groups))
         # one value, one value for each row, or (N, G) values
         scales = scale.read().view(-1, groups if math.prod(scale.shape) > 1 else 1).expand(rows, groups)
-        label, zeros = f"compressed-tensors int{bits}", None if self.symmetric else zero
+        label, zeros = f"compressed-tensors int{bits}", None if symmetric else zero
         return IntegerWeight(layer, label, (rows, columns), bits, group, quants, scales, zeros, order)
+
+    tensors = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
+    return Method("compressed-tensors", tensors, weight)
 
 
 # ---------------------------------------------------------------------------------------------------- bitsandbytes
 STATE = "weight.quant_state.bitsandbytes__nf4"
 
 
-class BitsAndBytes(Method):
+def bitsandbytes(fields: Fields) -> Method:
     """4 bits: a codebook of 16 values and the largest value of each block, which may be quantized by another codebook.
 
     8 bits: int8 with the largest value of each row, SCB.
     """
 
-    name = "bitsandbytes"
-    tensors = (
-        STATE, "weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map", "weight",
-        "SCB", "weight_format",
-    )  # fmt: skip
-
-    def weight(self, layer: Layer) -> StoredWeight:
+    def weight(layer: Layer) -> StoredWeight:
         if STATE in layer:
-            return self._codebook(layer, layer[STATE])
+            return _codebook(layer, layer[STATE])
         weight = layer.matrix("weight", ("I8",))
         if "weight_format" in layer and bool(layer["weight_format"].expect(("U8",), ()).read()):
             raise layer["weight_format"].error("expected 0, the layout by rows; other layouts are for GPU kernels")
-        rows, columns = weight.shape
-        scale = layer["SCB"].expect(DTYPES, (rows,)).read()[:, None].float() / 127
-        return IntegerWeight(layer, "bitsandbytes int8", (rows, columns), 8, columns, _signed_bytes(weight), scale)
+        scale = layer["SCB"].expect(DTYPES, weight.shape[:1]).read()[:, None].float() / 127
+        shape, quants = (weight.shape[0], weight.shape[1]), _signed_bytes(weight)
+        return IntegerWeight(layer, "bitsandbytes int8", shape, 8, shape[1], quants, scale)
 
-    def _codebook(self, layer: Layer, state: StoredTensor) -> StoredWeight:
-        """A weight in NF4. Its quant_state is JSON with the shape and the sizes of the blocks."""
-        where, text = f"{state.path}: {state.name}", state.expect(("U8",), state.shape).read().numpy().tobytes()
-        fields = Fields(parse_json(text, where), where)
-        nested = "weight.nested_absmax" in layer
-        shape, block = tuple(fields.get("shape", list)), fields.get("blocksize", int)
-        inner = fields.get("nested_blocksize", int) if nested else 1
-        offset = fields.get("nested_offset", float) if nested else 0.0
-        sizes = (*shape, block, inner)
-        if len(shape) != 2 or not all(is_integer(n) and 0 < n < 2**31 for n in sizes) or shape[1] % 2:
-            raise CheckpointError(f"{where}: expected sizes above 0 and even rows, got {shown(list(sizes))}")
-        rows, columns = shape
-        weight, blocks = layer["weight"], -(-rows * columns // block)
-        if weight.read().nbytes != rows * columns // 2:
-            raise weight.error(f"expected {rows * columns // 2} bytes")
-        packed = weight.read().flatten().view(torch.uint8)  # the bytes may be stored as other numbers
-        values = layer["weight.quant_map"].expect(("F32",), (16,)).read()
-        absmax = layer["weight.absmax"].expect(("U8",) if nested else ("F32",), (blocks,)).read()
+    parts = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+    return Method(
+        "bitsandbytes", (STATE, *(f"weight.{part}" for part in parts), "weight", "SCB", "weight_format"), weight
+    )
+
+
+def _codebook(layer: Layer, state: StoredTensor) -> StoredWeight:
+    """A weight in NF4. Its quant_state is JSON with the shape and the sizes of the blocks."""
+    where, text = f"{state.path}: {state.name}", state.expect(("U8",), state.shape).read().numpy().tobytes()
+    fields = Fields(parse_json(text, where), where)
+    nested = "weight.nested_absmax" in layer
+    shape, block = tuple(fields.get("shape", list)), fields.get("blocksize", int)
+    inner = fields.get("nested_blocksize", int) if nested else 1
+    offset = fields.get("nested_offset", float) if nested else 0.0
+    sizes = (*shape, block, inner)
+    if len(shape) != 2 or not all(is_integer(n) and 0 < n < 2**31 for n in sizes) or shape[1] % 2:
+        raise CheckpointError(f"{where}: expected sizes above 0 and even rows, got {shown(list(sizes))}")
+    rows, columns = shape
+    weight, blocks = layer["weight"], -(-rows * columns // block)
+    if weight.read().nbytes != rows * columns // 2:
+        raise weight.error(f"expected {rows * columns // 2} bytes")
+    packed = weight.read().flatten().view(torch.uint8)  # the bytes may be stored as other numbers
+    values = layer["weight.quant_map"].expect(("F32",), (16,)).read()
+    absmax = layer["weight.absmax"].expect(("U8",) if nested else ("F32",), (blocks,)).read()
+    if nested:
+        outer = layer["weight.nested_absmax"].expect(("F32",), (-(-blocks // inner),)).read()
+        table = layer["weight.nested_quant_map"].expect(("F32",), (256,)).read()
+
+    def floats(part: slice) -> Tensor:
+        first, last = part.start * columns, part.stop * columns
+        pairs = torch.cartesian_prod(values, values)  # (256, 2), by byte; the first in the high 4 bits
+        found = F.embedding(packed[first // 2 : last // 2].int(), pairs).flatten()  # (n K,)
+        start, end = first // block, -(-last // block)
+        largest = absmax[start:end]
         if nested:
-            outer = layer["weight.nested_absmax"].expect(("F32",), (-(-blocks // inner),)).read()
-            table = layer["weight.nested_quant_map"].expect(("F32",), (256,)).read()
+            largest = table[largest.int()] * outer[torch.arange(start, end) // inner] + offset
+        found *= largest.repeat_interleave(block)[first - start * block :][: last - first]
+        return found.view(-1, columns)
 
-        def floats(part: slice) -> Tensor:
-            first, last = (row * columns for row in part.indices(rows)[:2])
-            pairs = torch.cartesian_prod(values, values)  # (256, 2), by byte; the first in the high 4 bits
-            found = F.embedding(packed[first // 2 : last // 2].int(), pairs).flatten()  # (n K,)
-            start, end = first // block, -(-last // block)
-            largest = absmax[start:end]
-            if nested:
-                largest = table[largest.int()] * outer[torch.arange(start, end) // inner] + offset
-            found *= largest.repeat_interleave(block)[first - start * block :][: last - first]
-            return found.view(-1, columns)
-
-        return DequantizedWeight(layer, "NF4", (rows, columns), floats)
+    return DequantizedWeight(layer, "NF4", (rows, columns), floats)
 
 
-# quant_method -> method
-METHODS: dict[str, type[Method]] = {
-    "gptq": GPTQ, "awq": AWQ, "fp8": FP8, "fbgemm_fp8": FP8, "compressed-tensors": CompressedTensors,
-    "bitsandbytes": BitsAndBytes,
+# quant_method -> the method, given the entries of quantization_config. It raises ConfigError.
+METHODS: dict[str, Callable[[Fields], Method]] = {
+    "gptq": gptq, "awq": awq, "fp8": fp8, "fbgemm_fp8": fp8, "compressed-tensors": compressed_tensors,
+    "bitsandbytes": bitsandbytes, METHOD: clearllama,
 }  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------------ the reader
-class PrequantizedCheckpoint(HuggingFaceCheckpoint):
-    """A folder with quantized weights. See Checkpoint for the members."""
-
-    unused = (  # scales for activations and the KV cache, which are not quantized here
-        *HuggingFaceCheckpoint.unused, ".input_scale", ".input_zero_point", ".activation_scale", ".input_scale_ub",
-        ".output_scale", ".output_zero_point", ".kv_scale", ".k_scale", ".v_scale", ".k_zero_point", ".v_zero_point",
-    )  # fmt: skip
-
-    def __init__(self, folder: Path, settings: dict[str, Any], scheme: Fields):
-        if (kind := scheme.get("quant_method", str)) not in METHODS:
-            raise ConfigError(f"{scheme.where}: weights quantized by {kind!r:.40} can't be read; {INSTEAD}, or as GGUF")
-        self._method = METHODS[kind](scheme)
-        self.format = f"Hugging Face, quantized by {self._method.name}"
-        self.suffixes = self._method.tensors
-        super().__init__(folder, settings)
-
-    def _quantized(self, name: str, stored: Mapping[str, StoredTensor]) -> Weight:
-        for suffix, tensor in stored.items():
-            if suffix not in self._method.tensors:
-                raise tensor.error(f"which {self._method.name} does not store beside {', '.join(stored)}")
-        return self._method.weight(Layer(stored))
-
-    def _collect(self, tensors: Sequence[StoredTensor]) -> dict[str, Weight]:
-        weights, config = super()._collect(tensors), self.config
-        # Some versions of AutoGPTQ saved biases of zeros that the configuration does not mention.
-        for name in [name for name in weights if name.endswith(".bias")]:
-            of_qkv = name.endswith((".wq.bias", ".wk.bias", ".wv.bias")) and config.qkv_bias
-            expected = (config.attention_bias or of_qkv) if ".attention." in name else config.mlp_bias
-            if not expected and not bool(weights[name].floats().any()):
-                del weights[name]
-        return weights
+def method_of(settings: Mapping[str, Any], where: str) -> Method | None:
+    """The method that a config.json names; None if the weights are floats. Raises ConfigError."""
+    if (found := Fields(settings, where).get("quantization_config", dict, None)) is None:
+        return None
+    fields = Fields(found, f"{where}: quantization_config")
+    if (kind := fields.get("quant_method", str)) not in METHODS:
+        raise ConfigError(f"{fields.where}: weights quantized by {kind!r:.40} can't be read; {INSTEAD}, or as GGUF")
+    return METHODS[kind](fields)

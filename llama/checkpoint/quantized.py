@@ -15,8 +15,8 @@ import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, ConfigError
@@ -25,8 +25,8 @@ from ..quant.tiles import TILE, tiles_shape, unpack
 from ..rope import Layout
 from ..system.documents import Fields, parse_json
 from . import huggingface_write
-from .base import EMBEDDING, to_file_name
-from .huggingface import CONFIG, LAYERS, NAMES, HuggingFaceCheckpoint, StoredTensor, StoredWeight
+from .base import HUGGING_FACE_NAMES, to_file_name
+from .huggingface import CONFIG, Layer, Method, StoredTensor, StoredWeight
 from .huggingface_write import Entry
 from .weight import Weight
 from .write import Model
@@ -37,42 +37,26 @@ GROUPS = (16, 32, 64, 128)  # supported by the kernels
 
 
 # ------------------------------------------------------------------------------------------------------- reading
-class QuantizedCheckpoint(HuggingFaceCheckpoint):
-    """A folder that `clearllama quantize` wrote. See Checkpoint for the members."""
+def clearllama(fields: Fields) -> Method:
+    """The method of a folder that `clearllama quantize` wrote."""
+    scheme = fields.get("scheme", str)
+    if (fields.get("format_version", int), fields.get("layout", str)) != (VERSION, LAYOUT):
+        raise ConfigError(f"{fields.where} is not of version {VERSION}; quantize the source again")
+    return Method(f"clearllama as {scheme}", ("tiles",), packed_weight, LAYOUT)
 
-    format = "Hugging Face, quantized by clearllama"
-    layout = LAYOUT
-    suffixes = ("tiles",)
 
-    def __init__(self, folder: Path, settings: dict[str, Any], scheme: Fields):
-        self.scheme = scheme.get("scheme", str)
-        if (scheme.get("format_version", int), scheme.get("layout", str)) != (VERSION, LAYOUT):
-            raise ConfigError(f"{scheme.where} is not of version {VERSION}; quantize the source again")
-        super().__init__(folder, settings)
-
-    @property
-    def about(self) -> Mapping[str, Any]:
-        return {"quantization": self.scheme, **super().about}
-
-    def _quantized(self, name: str, stored: Mapping[str, StoredTensor]) -> Weight:
-        if stored.keys() != {"tiles"}:
-            return super()._quantized(name, stored)
-        tiles = stored["tiles"]
-        where = f"{tiles.path}: the metadata of {tiles.name}"
-        fields = Fields(parse_json(tiles.metadata.encode(), where), where)
-        bits, group, offset = fields.get("bits", int), fields.get("group", int), fields.get("offset", bool)
-        format, shape = GroupFormat(bits, group, offset), tuple(fields.get("shape", list))
-        supported = (bits in (4, 8) and group in GROUPS) or format == GroupFormat(8, 0, False)
-        if not supported or len(shape) != 2 or not all(type(n) is int and 0 < n < 2**40 for n in shape):
-            raise CheckpointError(f"{where} is not of a supported format; quantize the source again")
-        tiles.expect(("U8",), tiles_shape((shape[0], shape[1]), format))
-        return PackedWeight(stored, shape, format)
-
-    def _weight(self, name: str, stored: Mapping[str, StoredTensor]) -> Weight:
-        weight = super()._weight(name, stored)
-        if weight.format is None and len(weight.shape) == 2 and name != EMBEDDING:  # the order of wq's rows is unknown
-            raise next(iter(stored.values())).error("expected tiles; quantize the source again")
-        return weight
+def packed_weight(layer: Layer) -> Weight:
+    """The weight that a tensor of tiles stores, in the format that its metadata describe."""
+    tiles = layer["tiles"]
+    where = f"{tiles.path}: the metadata of {tiles.name}"
+    fields = Fields(parse_json(tiles.metadata.encode(), where), where)
+    bits, group, offset = fields.get("bits", int), fields.get("group", int), fields.get("offset", bool)
+    format, shape = GroupFormat(bits, group, offset), tuple(fields.get("shape", list))
+    supported = (bits in (4, 8) and group in GROUPS) or format == GroupFormat(8, 0, False)
+    if not supported or len(shape) != 2 or not all(type(n) is int and 0 < n < 2**40 for n in shape):
+        raise CheckpointError(f"{where} is not of a supported format; quantize the source again")
+    tiles.expect(("U8",), tiles_shape((shape[0], shape[1]), format))
+    return PackedWeight(layer, shape, format)
 
 
 class PackedWeight(StoredWeight):
@@ -101,7 +85,7 @@ def write(folder: Path, model: Model, formats: Mapping[str, GroupFormat], scheme
     """Fill an empty folder. formats: of the weights that model.read returns as tiles."""
     entries = {}
     for name in sorted(model.shapes, key=lambda name: (name not in formats, -model.dtypes[name].itemsize)):  # aligned
-        theirs = to_file_name(name, NAMES, LAYERS)
+        theirs = to_file_name(name, HUGGING_FACE_NAMES)
         if name not in formats:
             entries[theirs] = huggingface_write.entry(model, name, LAYOUT)
             continue
@@ -109,7 +93,7 @@ def write(folder: Path, model: Model, formats: Mapping[str, GroupFormat], scheme
         shape = tiles_shape((rows, columns), formats[name])
         bits, group, offset, *_ = formats[name]  # without a codebook or two levels of scales
         metadata = json.dumps({"shape": [rows, columns], "bits": bits, "group": group, "offset": offset})
-        entry = Entry("U8", shape, shape[0] * shape[1], partial(model.read, name), metadata)
+        entry = Entry(torch.uint8, shape, partial(model.read, name), metadata)
         entries[theirs.removesuffix("weight") + "tiles"] = entry
     huggingface_write.write_weights(folder, entries, shards)
     quantization = {"quant_method": METHOD, "format_version": VERSION, "scheme": scheme, "layout": LAYOUT}

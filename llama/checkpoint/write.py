@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,9 +33,6 @@ class Model:
     chat_template: str | Mapping[str, str] | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
     name: str = "model"
-
-    def nbytes(self, name: str) -> int:
-        return math.prod(self.shapes[name]) * self.dtypes[name].itemsize
 
     @property
     def dtype(self) -> torch.dtype:  # of the matrices

@@ -31,10 +31,11 @@ OPTIONS = [
 def run(args: argparse.Namespace) -> None:
     for name in COUNTS:
         integer(arguments.option(name), getattr(args, name))
-    from ..engine.runtime import describe_threads
+    import torch
+
     from ..tools import benchmark
 
-    terminal.info(describe_threads())
+    terminal.info(f"{(count := torch.get_num_threads())} thread{'s' * (count != 1)}")
     started = time.perf_counter()
     model = loading.load_model(args, args.model, args.adapter, args.tokenizer)
     result = {

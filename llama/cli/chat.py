@@ -110,11 +110,8 @@ def converse(args: argparse.Namespace, chat: Chat) -> int:
         except BrokenPipeError:  # the reader is gone, so no turn can follow
             raise
         except Exception as error:  # the conversation continues, unless its input can't be read
-            if (
-                args.debug
-                or (not text and (chat.piped or not isinstance(error, LlamaError)))
-                or (args.world is not None and not isinstance(error, LlamaError))
-            ):
+            unknown = not isinstance(error, LlamaError)
+            if args.debug or (not text and chat.piped) or (unknown and (not text or args.world is not None)):
                 raise
             failed = chat.piped
             message = terminal.describe(error)

@@ -48,8 +48,6 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--suffix continues plain text: leave --system, --chat-format and --parse-special out")
     if args.parse_special and not args.raw:
         raise UsageError("--parse-special needs --raw: in a chat, text never becomes a control token")
-    if args.raw:
-        loading.refuse_chat_options(args, "--raw")
     options = arguments.sampling_options(args)
     output.check_options(args)
     llm, read_weights = loading.prepare(args)

@@ -36,6 +36,7 @@ OPTIONS = [
     ("--api-key FILE", str, f"a file with the key that clients send (or set {KEY})"),
     ("--no-auth", bool, "with --host: accept other machines without a key", RARE),
     ("--name NAME", str, "the model's name in requests (default: the name of its file or folder)"),
+    ("--alias NAME", str, "another name of the model in requests; may be repeated", MANY),
     *((f"--{name} N", int, help, {"default": n}) for name, (n, *_, help) in NUMBERS.items()),
     (
         "--strict",
@@ -43,6 +44,7 @@ OPTIONS = [
         "refuse the fields of llama.cpp's and vLLM's servers",
         RARE,
     ),
+    ("--allowed-host NAME", str, "a value of the Host header to accept, such as a proxy's name; may be repeated", MANY),
     ("--cors-origin ORIGIN", str, "origin whose pages may use the server (https://example.org); may be repeated", MANY),
     ("--thinking-budget N", int, "close a thought after N tokens (a request may set its own budget)"),
     arguments.LENS,
@@ -69,7 +71,8 @@ def run(args: argparse.Namespace) -> None:
     if not local and key is None and not args.no_auth:
         raise UsageError(f"--host {args.host} needs a key, as other machines can connect: --api-key FILE, or --no-auth")
     listener = bind(args.host, args.port)
-    llm = loading.load(args)
+    llm, read_weights = loading.prepare(args)
+    read_weights()
     lens = loading.read_lens(args, llm.model)
     loading.set_chat_form(args, llm)
     if args.thinking_budget is not None:
@@ -77,8 +80,9 @@ def run(args: argparse.Namespace) -> None:
         llm.thinking_budget = args.thinking_budget
     name = args.name or loading.model_name(args.model)
     limits = Limits(slots=args.parallel, waiting=args.queue, seconds=args.timeout, tokens=args.max_tokens)
-    engine, hosts = Engine(llm, limits), ["localhost", "127.0.0.1", "[::1]"] if local else None
-    app = Server(engine, name, key, lens, args.strict).app(hosts, args.cors_origin)
+    engine = Engine(llm, limits)
+    hosts = [*args.allowed_host, "localhost", "127.0.0.1", "[::1]"] if local or args.allowed_host else None
+    app = Server(engine, name, key, lens, args.strict, args.alias).app(hosts, args.cors_origin)
     server = uvicorn.Server(configuration(app, limits))
     host, port = listener.getsockname()[:2]
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

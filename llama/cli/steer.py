@@ -35,8 +35,6 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError(f"got {len(args.positive)} --positive, but {len(args.negative)} --negative")
     if sorted(args.positive) == sorted(args.negative):
         raise UsageError("--positive and --negative are the same, so every direction would be 0; change one of them")
-    if args.compile:
-        raise UsageError("steer can't read the outputs of compiled layers: leave --compile out")
     files.check_file("--output", args.output)
     from ..generate import room_for
     from ..inside import steering

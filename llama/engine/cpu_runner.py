@@ -34,8 +34,8 @@ class KernelRunner(Runner):
     """
 
     def __init__(self, model: Transformer):
-        blocks: list[Any] = list(model.layers)
-        layers: list[Any] = [block.get_submodule(name) for block in blocks for name in LINEARS]
+        blocks = model.layers
+        layers = [block.get_submodule(name) for block in blocks for name in LINEARS]
         D, none = model.config.head_dim, torch.empty(0)
         self.complete = D % 16 == 0 and D <= 256 and all(isinstance(x, TileLinear | FewRowsLinear) for x in layers)
         layers = layers if self.complete else []

@@ -36,6 +36,7 @@ from torch import Tensor
 from ..errors import UsageError
 from ..quant.groups import GroupFormat
 from ..system.folders import cache_folder, load_code
+from ..system.memory import read
 from .runtime import end_openmp_threads
 
 LOG = logging.getLogger(__name__)
@@ -83,10 +84,7 @@ def pick_form() -> str | None:
 
 def arm_features() -> dict[str, bool]:
     """The instructions of ARM processors that the kernels use, and whether Linux lists them."""
-    try:
-        lines = CPUINFO.read_text(errors="replace").splitlines()
-    except OSError:
-        lines = []
+    lines = read(CPUINFO).splitlines()
     listed = next((line.partition(":")[2].split() for line in lines if line.startswith("Features")), [])
     return {name: flag in listed for name, flag in (("dotprod", "asimddp"), ("i8mm", "i8mm"), ("bf16", "bf16"))}
 
@@ -274,12 +272,6 @@ def all_threads() -> Iterator[None]:
         end_openmp_threads()
 
 
-def choose_threads(count: int) -> None:
-    """Set the number of threads for the kernels that the calling thread runs; 0: as many as PyTorch uses."""
-    if (library := _library()) is not None:
-        library.clearllama_choose_threads(count, 0)
-
-
 # --------------------------------------------------------------------------------------------------- the operators
 def linear_tiles(x: Tensor, tiles: Tensor, format: GroupFormat, out_features: int) -> Tensor:
     """Multiply x (.., K) by a weight (N, K) packed by tiles.pack: (.., N), in x's dtype.
@@ -297,8 +289,7 @@ def linear_tiles(x: Tensor, tiles: Tensor, format: GroupFormat, out_features: in
 def rows_of_tiles(tiles: Tensor, ids: Tensor, shape: tuple[int, int], format: GroupFormat) -> Tensor:
     """Rows `ids` (n,) of a packed weight (N, K), dequantized as tiles.unpack does: (n, K) float32."""
     bits, group, offset, *rest = format
-    y: Tensor = torch.ops.clearllama.rows_of_tiles(tiles, ids.contiguous(), bits, group, offset, *shape, *rest)
-    return y
+    return torch.ops.clearllama.rows_of_tiles(tiles, ids.contiguous(), bits, group, offset, *shape, *rest)
 
 
 def quantize_to_tiles(weight: Tensor, clips: Sequence[float], bits: int, group: int, offset: bool) -> Tensor:
@@ -307,8 +298,7 @@ def quantize_to_tiles(weight: Tensor, clips: Sequence[float], bits: int, group: 
     if rows.dtype not in (torch.float32, torch.bfloat16):
         rows = rows.float()
     shares = torch.tensor(clips, dtype=torch.float32)
-    tiles: Tensor = torch.ops.clearllama.quantize_to_tiles(rows, shares, bits, group, offset)
-    return tiles
+    return torch.ops.clearllama.quantize_to_tiles(rows, shares, bits, group, offset)
 
 
 def pack_blocks(raw: Tensor, type: str, order: Tensor | None, out: Tensor) -> None:
@@ -337,5 +327,4 @@ def attend(
     """
     if mask is not None:
         mask = mask.contiguous()
-    y: Tensor = torch.ops.clearllama.attend(q, k, v, mask, k_scale, v_scale)  # (B, T, H, D)
-    return y.transpose(1, 2)
+    return torch.ops.clearllama.attend(q, k, v, mask, k_scale, v_scale).transpose(1, 2)  # from (B, T, H, D)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -68,21 +69,36 @@ def _records(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-class TileLinear(nn.Module):
-    """A quantized linear layer for a CPU with the C++ kernels; its weight is packed in tiles (quant/tiles.py).
+class QuantizedLinear(nn.Module):
+    """A linear layer in 2 to 8 bits. The result has the dtype of x; a subclass has the weight and the product with it.
 
-    The result has the dtype of x. `weight` unpacks the complete matrix; it is for inspection, not for computing.
+    `weight` (out, in) float32 dequantizes the complete matrix; it is for inspection, not for computing.
     """
 
-    tiles: Tensor
     bias: Tensor | None
+    product: Callable[[Tensor], Tensor]  # (.., in) -> (.., out), without the bias
+
+    def __init__(self, shape: Sequence[int], format: GroupFormat, bias: Tensor | None):
+        super().__init__()
+        (self.out_features, self.in_features), self.format, self.bits = shape, format, format.bits
+        self.register_buffer("bias", bias)
+
+    def forward(self, x: Tensor) -> Tensor:  # (.., in) -> (.., out)
+        y = self.product(x)
+        return y if self.bias is None else y + self.bias
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, {self.format}"
+
+
+class TileLinear(QuantizedLinear):
+    """A quantized linear layer for a CPU with the C++ kernels; its weight is packed in tiles (quant/tiles.py)."""
+
+    tiles: Tensor
 
     def __init__(self, tiles: Tensor, shape: tuple[int, int], format: GroupFormat, bias: Tensor | None):
-        super().__init__()
-        self.out_features, self.in_features = shape
-        self.format, self.bits = format, format.bits
+        super().__init__(shape, format, bias)
         self.register_buffer("tiles", tiles)
-        self.register_buffer("bias", bias)
 
     @property
     def groups(self) -> GroupedWeight:
@@ -94,20 +110,21 @@ class TileLinear(nn.Module):
         """(out, in) float32."""
         return self.groups.weight
 
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, {self.format}"
+    def rows(self, index: Tensor) -> Tensor:
+        """Rows of the weight: index (..) -> (.., in) float32."""
+        shape = self.out_features, self.in_features
+        return kernels.rows_of_tiles(self.tiles, index.flatten(), shape, self.format).view(*index.shape, -1)
 
-    def forward(self, x: Tensor) -> Tensor:  # (.., in) -> (.., out)
+    def product(self, x: Tensor) -> Tensor:
         if _records(x):
             raise UsageError(
                 "layers with packed weights have no gradients; load the model with llama.load_model, or use"
                 " torch.no_grad"
             )
-        y = kernels.linear_tiles(x, self.tiles, self.format, self.out_features)
-        return y if self.bias is None else y + self.bias
+        return kernels.linear_tiles(x, self.tiles, self.format, self.out_features)
 
 
-class GroupedLinear(nn.Module):
+class GroupedLinear(QuantizedLinear):
     """A quantized linear layer for a GPU in plain PyTorch, and the reference for the other layers: 4 or 8 bits.
 
     Each pass dequantizes the weight. Compiled code (engine/compiled.py) does so inside the product of one row, so that
@@ -117,18 +134,15 @@ class GroupedLinear(nn.Module):
     quants: Tensor
     scale: Tensor
     offset: Tensor | None
-    bias: Tensor | None
 
     def __init__(self, groups: GroupedWeight, bias: Tensor | None = None):
-        super().__init__()
         groups = groups.simple
-        self.out_features, self.in_features = groups.quants.shape
-        self.bits, self.group = groups.bits, groups.group or self.in_features + self.in_features % 2
+        super().__init__(groups.quants.shape, groups.format, bias)
+        self.group = groups.group or self.in_features + self.in_features % 2
         quants = F.pad(groups.quants, (0, -self.in_features % self.group))  # complete groups
         self.register_buffer("quants", two_per_byte(quants) if self.bits == 4 else quants)  # (N, ..)
         self.register_buffer("scale", _narrow(groups.scale))  # (N, groups)
         self.register_buffer("offset", None if groups.offset is None else _narrow(groups.offset))
-        self.register_buffer("bias", bias)
 
     @property
     def weight(self) -> Tensor:
@@ -152,18 +166,12 @@ class GroupedLinear(nn.Module):
                 self._buffers[name] = fn(buffer.view(torch.uint8)).view(buffer.dtype)  # a cast does not apply to bytes
         return self
 
-    def extra_repr(self) -> str:
-        group = f"g{self.group}" if self.scale.shape[-1] > 1 else "row"
-        return f"in_features={self.in_features}, out_features={self.out_features}, int{self.bits}-{group}"
-
-    def forward(self, x: Tensor) -> Tensor:  # (.., in) -> (.., out)
+    def product(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling() and x.numel() == self.in_features:
-            y = (self.weight * x.float().flatten()).sum(-1).to(x.dtype).reshape(*x.shape[:-1], -1)  # fused into one
-        else:
-            step = max(1, DEQUANTIZED_ENTRIES // self.in_features)
-            parts = [slice(first, first + step) for first in range(0, self.out_features, step)]
-            y = torch.cat([F.linear(x, self.rows(part).to(x.dtype)) for part in parts], dim=-1)
-        return y if self.bias is None else y + self.bias
+            return (self.weight * x.float().flatten()).sum(-1).to(x.dtype).reshape(*x.shape[:-1], -1)  # fused into one
+        step = max(1, DEQUANTIZED_ENTRIES // self.in_features)
+        parts = [slice(first, first + step) for first in range(0, self.out_features, step)]
+        return torch.cat([F.linear(x, self.rows(part).to(x.dtype)) for part in parts], dim=-1)
 
 
 def two_per_byte(quants: Tensor) -> Tensor:
@@ -177,7 +185,7 @@ def _narrow(scales: Tensor) -> Tensor:
     return (half if torch.equal(half.float(), scales.float()) else scales).contiguous()
 
 
-class Int4Linear(nn.Module):
+class Int4Linear(QuantizedLinear):
     """A linear layer in 4 bits for a CUDA device, by PyTorch's own kernel, which is made for few rows.
 
     The kernel computes in bfloat16, scales included. `has_int4_kernel` says what it supports.
@@ -185,12 +193,9 @@ class Int4Linear(nn.Module):
 
     packed: Tensor
     scale_and_zero: Tensor
-    bias: Tensor | None
 
     def __init__(self, groups: GroupedWeight, bias: Tensor | None = None):
-        super().__init__()
-        self.out_features, self.in_features = groups.quants.shape
-        self.bits, self.group = groups.bits, groups.group
+        super().__init__(groups.quants.shape, groups.format, bias)
         inner_tiles = next(tiles for tiles in (8, 4, 2) if self.in_features % (16 * tiles) == 0)
         # The kernel's weight is (quant - 8) * scale + zero.
         zero = torch.zeros_like(groups.scale) if groups.offset is None else groups.offset + 8 * groups.scale
@@ -198,51 +203,16 @@ class Int4Linear(nn.Module):
         packed = torch.ops.aten._convert_weight_to_int4pack(two_per_byte(groups.quants), inner_tiles)
         self.register_buffer("packed", packed)
         self.register_buffer("scale_and_zero", pairs.to(torch.bfloat16).contiguous())
-        self.register_buffer("bias", bias)
 
     @property
     def weight(self) -> Tensor:
         """(out, in) float32."""
-        columns = torch.eye(self.in_features, dtype=torch.bfloat16, device=self.packed.device)
-        return self._product(columns).T.float()
+        return self.product(torch.eye(self.in_features, dtype=torch.bfloat16, device=self.packed.device)).T.float()
 
-    def _product(self, rows: Tensor) -> Tensor:  # (M, in) bfloat16 -> (M, out)
-        y: Tensor = torch.ops.aten._weight_int4pack_mm(rows, self.packed, self.group, self.scale_and_zero)
-        return y
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, int4-g{self.group}"
-
-    def forward(self, x: Tensor) -> Tensor:  # (.., in) -> (.., out)
-        y = self._product(x.flatten(0, -2).to(torch.bfloat16)).reshape(*x.shape[:-1], -1).to(x.dtype)
-        return y if self.bias is None else y + self.bias
-
-
-class TileEmbedding(nn.Module):
-    """A quantized embedding for a CPU. With tied weights, it shares the tiles of the output layer."""
-
-    tiles: Tensor
-
-    def __init__(self, output: TileLinear, dtype: torch.dtype):
-        super().__init__()
-        self.num_embeddings, self.embedding_dim = output.out_features, output.in_features
-        self.format, self.dtype = output.format, dtype
-        self.register_buffer("tiles", output.tiles)
-
-    @property
-    def groups(self) -> GroupedWeight:
-        """The weight, unpacked."""
-        return unpack(self.tiles, self.num_embeddings, self.embedding_dim, self.format)
-
-    @property
-    def weight(self) -> Tensor:
-        """(V, C) float32."""
-        return self.groups.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:  # (B, T) -> (B, T, C)
-        shape = self.num_embeddings, self.embedding_dim
-        rows = kernels.rows_of_tiles(self.tiles, tokens.flatten(), shape, self.format)  # (n, C)
-        return rows.reshape(*tokens.shape, -1).to(self.dtype)
+    def product(self, x: Tensor) -> Tensor:
+        rows, (_, group, *_) = x.flatten(0, -2).to(torch.bfloat16), self.format
+        y: Tensor = torch.ops.aten._weight_int4pack_mm(rows, self.packed, group, self.scale_and_zero)
+        return y.reshape(*x.shape[:-1], -1).to(x.dtype)
 
 
 class HalfEmbedding(nn.Embedding):
@@ -252,16 +222,17 @@ class HalfEmbedding(nn.Embedding):
         return super().forward(tokens).float()
 
 
-class GroupedEmbedding(nn.Module):
-    """An embedding that reads the rows of a tied GroupedLinear."""
+class QuantizedEmbedding(nn.Module):
+    """An embedding that reads the rows of a quantized linear layer: the output layer, if the weights are tied."""
 
-    def __init__(self, output: GroupedLinear, dtype: torch.dtype):
+    def __init__(self, output: TileLinear | GroupedLinear, dtype: torch.dtype):
         super().__init__()
         self._output, self.dtype = (output,), dtype  # in a tuple, so that it is not a submodule of the embedding too
+        self.register_buffer("tiles", getattr(output, "tiles", None))  # part of the model, also if they are not tied
 
     @property
-    def output(self) -> GroupedLinear:
-        """The tied output layer."""
+    def output(self) -> TileLinear | GroupedLinear:
+        """The layer that has the weight."""
         return self._output[0]
 
     @property
@@ -320,10 +291,8 @@ def make_linear(
 
 def make_embedding(output: nn.Module, dtype: torch.dtype) -> nn.Module:
     """The embedding that shares the weight of an output layer from `make_linear` and returns rows in `dtype`."""
-    if isinstance(output, TileLinear):
-        return TileEmbedding(output, dtype)
-    if isinstance(output, GroupedLinear):
-        return GroupedEmbedding(output, dtype)
+    if isinstance(output, TileLinear | GroupedLinear):
+        return QuantizedEmbedding(output, dtype)
     weight: Any = output.weight
     if isinstance(output, Int4Linear):  # its kernel reads no single rows
         return nn.Embedding.from_pretrained(weight.to(dtype))
@@ -379,5 +348,5 @@ def check_quantized(scheme: str, device: torch.device) -> None:
 
 def describe_quantization(model: nn.Module) -> str:
     """'4/8-bit' for a model with quantized weights of 4 and of 8 bits; '' for one without."""
-    bits = {module.bits for module in model.modules() if isinstance(module, TileLinear | GroupedLinear | Int4Linear)}
+    bits = {module.bits for module in model.modules() if isinstance(module, QuantizedLinear)}
     return f"{'/'.join(map(str, sorted(bits)))}-bit" if bits else ""

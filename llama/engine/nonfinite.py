@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..checks import dtype_name
 from ..generate import prefill
 from ..model import Runner, Transformer
-from .linears import GroupedEmbedding, TileEmbedding, TileLinear
+from .linears import QuantizedEmbedding, TileLinear
 from .placement import PlacedRunner
 
 FLOAT32 = "try dtype='float32' (--dtype float32)"
@@ -102,9 +102,9 @@ def _pass(model: Transformer, tokens: Sequence[int]) -> None:
 
 def weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """A layer's floating-point tensors; of a quantized layer its scales and offsets."""
-    if isinstance(module, GroupedEmbedding):
+    if isinstance(module, QuantizedEmbedding):
         module = module.output
-    if isinstance(module, TileLinear | TileEmbedding):
+    if isinstance(module, TileLinear):
         groups = module.groups
         yield "scale", groups.scale
         if groups.offset is not None:

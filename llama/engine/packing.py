@@ -53,7 +53,7 @@ def to_tiles(weight: Weight, format: GroupFormat) -> Tensor:
         kernels.pack_blocks(*blocks, tiles)
     elif weight.is_stored_as(format) or not kernels.ready():
         read = _reader(weight, format, torch.device("cpu"))
-        tiles = _in_pieces(weight, format, ON_CPU, lambda rows, out: pack(read(rows), out))
+        tiles = _in_pieces(weight, format, lambda rows, out: pack(read(rows), out))
     else:
         tiles = _quantized_tiles(weight, format)
         check_scales(*scales_of(tiles, weight.shape[1], format).aminmax())
@@ -65,14 +65,13 @@ def _quantized_tiles(weight: Weight, format: GroupFormat) -> Tensor:
     """A weight quantized by the C++ kernel."""
     floats = None if weight.format else weight.floats()
 
-    def quantized(values: Tensor) -> Tensor:
+    def quantized(rows: slice) -> Tensor:
+        values = weight[rows].groups().weight if floats is None else floats[rows]
         return kernels.quantize_to_tiles(values, CLIPS[format.bits], *format[:3])
 
-    if floats is None:
-        return _in_pieces(weight, format, ON_CPU, lambda rows, out: out.copy_(quantized(weight[rows].groups().weight)))
-    if floats.dtype in (torch.float32, torch.bfloat16):
-        return quantized(floats)
-    return _in_pieces(weight, format, ON_CPU, lambda rows, out: out.copy_(quantized(floats[rows])))
+    if floats is not None and floats.dtype in (torch.float32, torch.bfloat16):
+        return quantized(slice(None))
+    return _in_pieces(weight, format, lambda rows, out: out.copy_(quantized(rows)))
 
 
 def _reader(weight: Weight, format: GroupFormat, device: torch.device) -> Callable[[slice], GroupedWeight]:
@@ -89,9 +88,9 @@ def _reader(weight: Weight, format: GroupFormat, device: torch.device) -> Callab
     return read
 
 
-def _in_pieces(weight: Weight, format: GroupFormat, entries: int, write: Callable[[slice, Tensor], object]) -> Tensor:
+def _in_pieces(weight: Weight, format: GroupFormat, write: Callable[[slice, Tensor], object]) -> Tensor:
     """The tiles of a weight, written piece by piece: `write(rows, out)`. Only one piece is in memory unpacked."""
     out = empty_in_large_pages(*tiles_shape(weight.shape, format))
-    for rows in weight.pieces(entries):
+    for rows in weight.pieces(ON_CPU):
         write(rows, out[rows.start // TILE : -(-rows.stop // TILE)])
     return out

@@ -65,8 +65,7 @@ class World:
         dist.broadcast_object_list(found, 0, self.group, torch.device("cpu"))
         if found[1] is not None:
             raise found[1]
-        result: T = found[0]
-        return result
+        return found[0]
 
     def agree(self, choice: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Rank 0's choice: tensors (n,) of ids and float32 numbers."""
@@ -174,10 +173,8 @@ class ShardedCheckpoint(Checkpoint):
             sizes = ", ".join(str(n) for n in range(1, config.n_heads + 1) if divides(n, config))
             widths = f"{config.n_heads} heads, {config.n_kv_heads} key/value heads and {config.hidden_dim} features"
             raise UsageError(f"{widths} can't be divided among {ranks} processes; numbers that work: {sizes}")
+        vars(self).update(vars(whole))
         self.whole, self.rank, self.ranks = whole, rank, ranks
-        self.path, self.format, self.names, self.layers = whole.path, whole.format, whole.names, whole.layers
-        self.parts, self.warnings = whole.parts, whole.warnings
-        self.adapters, self.adapters_hash = whole.adapters, whole.adapters_hash
         self.config = dataclasses.replace(
             config,
             n_heads=config.n_heads // ranks,

@@ -9,10 +9,10 @@ The keys and values of a layer are on its device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,8 +78,8 @@ def spread(config: ModelConfig, devices: Sequence[torch.device]) -> Placement:
     if len(devices) > config.n_layers:
         raise UsageError(f"{len(devices)} devices for {config.n_layers} layers; name at most one device for each layer")
     vocabulary = config.vocab_size * config.dim
-    layer = (config.n_params - vocabulary * (1 if config.tie_embeddings else 2)) / config.n_layers
-    load, count = [0.0] * len(devices), [0] * len(devices)
+    layer = sum(map(math.prod, config.block_shapes.values()))
+    load, count = [0] * len(devices), [0] * len(devices)
     load[0] += vocabulary  # the embedding; a tied one too, if the output layer is on another device
     load[-1] += vocabulary
     for _ in range(config.n_layers):  # all layers have the same size: each goes to the least loaded device
@@ -114,8 +114,8 @@ class PlacedRunner(Runner):
 
 def describe_devices(model: Transformer) -> str:
     """The devices of a model's layers: 'cpu', or 'cpu (16 layers) and cuda:0 (16 layers)'."""
-    blocks: list[Any] = list(model.layers)
-    groups = [(device, len(list(g))) for device, g in groupby(block.attention_norm.weight.device for block in blocks)]
+    devices = [block.attention_norm.weight.device for block in model.layers]
+    groups = [(device, len(list(group))) for device, group in groupby(devices)]
     if len(groups) == 1:
         return str(model.norm.weight.device)
     return " and ".join(f"{device} ({count} layer{'s' * (count != 1)})" for device, count in groups)

@@ -13,6 +13,7 @@ import torch
 from .. import checks
 from ..errors import UsageError
 from ..system.cores import default_threads
+from ..system.memory import read
 
 DTYPES = {
     "float32": torch.float32,
@@ -72,15 +73,6 @@ def pick_dtype(name: str | torch.dtype | None, device: torch.device) -> torch.dt
     return torch.bfloat16
 
 
-def no_cudnn_attention() -> None:
-    """Disable cuDNN's attention in PyTorch, for this process.
-
-    On recent GPUs PyTorch prefers cuDNN, which prepares a plan for each new shape. This takes tens of milliseconds for
-    each new prompt length. Flash and memory-efficient attention remain enabled.
-    """
-    torch.backends.cuda.enable_cudnn_sdp(False)
-
-
 def set_threads(count: int | None) -> None:
     """Set the number of threads per operation, for this process; None: `cores.default_threads`."""
     if count is None:
@@ -89,12 +81,6 @@ def set_threads(count: int | None) -> None:
         checks.integer("threads", count, 1, max(64, 4 * (os.cpu_count() or 1)))
     if count != torch.get_num_threads():
         torch.set_num_threads(count)
-
-
-def describe_threads() -> str:
-    """The number of threads per operation, as in "2 threads"."""
-    count = torch.get_num_threads()
-    return f"{count} thread{'s' * (count != 1)}"
 
 
 # ----------------------------------------------------------------------------------------------------------- OpenMP
@@ -111,11 +97,7 @@ def end_openmp_threads() -> None:
 @functools.cache
 def _openmp() -> list[ctypes.CDLL]:
     """The loaded libraries of GNU's OpenMP, usually PyTorch's copy. Other implementations work after a fork."""
-    try:
-        maps = Path("/proc/self/maps").read_text(errors="surrogateescape")
-    except OSError:  # not Linux
-        return []
-    paths = sorted(set(re.findall(r"\S*/libgomp[^/\n]*", maps)))
+    paths = sorted(set(re.findall(r"\S*/libgomp[^/\n]*", read(Path("/proc/self/maps")))))  # none outside Linux
     return [library for path in paths if hasattr(library := ctypes.CDLL(path), "omp_pause_resource_all")]
 
 

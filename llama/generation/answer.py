@@ -185,8 +185,10 @@ class Job(Request):
 class Answer:
     """An answer in progress: call `feed` with each token until it is `done`, then `end`.
 
-    Time is measured from construction, when the prefill starts, and at each token.
+    Time is measured from construction, when the prefill starts, and at each token. prompt: its tokens, if requested.
     """
+
+    prompt: Sequence[Token] | None = None
 
     def __init__(self, tokenizer: Tokenizer, job: Job, cached: int = 0):
         self.job, self.cached = job, cached
@@ -197,15 +199,10 @@ class Answer:
         self._stop_text = StopText(stops)  # one that names a control token, which has no text, stops at its id
         self._stop_names = {tokenizer.control[stop] for stop in stops if stop in tokenizer.control}
         self._tokens: list[Token] = []
-        self._prompt_scores: list[float | None] | None = None
         self._texts: list[str] = []
         self._reasoning: list[str] = []
         self._started = self._last = time.perf_counter()
         self._first: float | None = None
-
-    def score(self, prompt: Sequence[Token]) -> None:
-        """Add the tokens of the prompt, with their log-probabilities."""
-        self._prompt_scores = [token.logprob for token in prompt]
 
     def feed(self, token: Token) -> Piece | None:
         """Add a token; return the text and thought that are certain, which may be empty, or None for a stop id.
@@ -250,5 +247,6 @@ class Answer:
         scores = logprobs if self.job.params.scored else None
         tops = [token.top for token in self._tokens if token.top] or None
         full, reasoning = "".join([*self._texts, text]), "".join([*self._reasoning, thought]) or None
-        completion = Completion(full, self.ids, finish, scores, stats, tops, self._prompt_scores, reasoning)
+        prompt = None if self.prompt is None else [token.logprob for token in self.prompt]
+        completion = Completion(full, self.ids, finish, scores, stats, tops, prompt, reasoning)
         return Piece(text, completion, reasoning=thought or None)

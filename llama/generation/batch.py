@@ -39,7 +39,7 @@ from torch import Tensor
 from .. import checks
 from ..cache import KVCache
 from ..engine.nonfinite import locate
-from ..errors import LlamaError, UsageError
+from ..errors import LlamaError
 from ..generate import next_logits, prompt_chunk, room_for
 from ..model import Transformer
 from ..sampling import (
@@ -191,12 +191,8 @@ class Batch:
         self.fed = 0.0  # prompt tokens since the last step of the answers; those late in a long text count more
         self.passed = 0  # chunks since the last turn of the oldest prompt
         self.longest = longest  # no request needs more positions
-        self._begun = False
 
     def __iter__(self) -> Iterator[Event]:
-        if self._begun:
-            raise UsageError("a batch can be iterated over only once; create another one for the same requests")
-        self._begun = True
         self.cache = self.model.new_cache(max(1, self.longest), batch=len(self.slots), fixed=False)
         self.rows: KVCache | None = None  # view of the cache rows that a step uses
         while True:
@@ -351,7 +347,7 @@ class Batch:
         common = self.stop_ids, self.n_vocab, request.constraint, self.model.world
         prompt.chooser = Chooser(ids, params, self.cache.device, *common, where)
         slot.sequence = self.prompts.pop(slot)
-        yield from self._choose_next(slot, logits, None)
+        yield from self._choose_next(slot, prompt, logits, None)
 
     @torch.inference_mode()
     def _score(self, prompt: list[int], fed: int, hidden: Tensor, top: int) -> list[Token]:
@@ -380,9 +376,9 @@ class Batch:
         with self.model.runner.threads(self._width):
             logits = self._next_logits()  # (B, V)
             choices = choose_rows({row: sequence.chooser for row, _, sequence in active}, logits)
-        for row, slot, _ in active:
+        for row, slot, sequence in active:
             slot.ids.append(slot.next)
-            yield from self._choose_next(slot, logits[row], choices.get(row))
+            yield from self._choose_next(slot, sequence, logits[row], choices.get(row))
 
     def _grow(self) -> Iterator[Event]:
         """Make room for one more token in each row. If memory runs out, the longest answer ends with an error."""
@@ -434,11 +430,10 @@ class Batch:
             self.cache.swap_rows(target, source, max(len(self.slots[i].ids) for i in (target, source)))
             self.slots[target], self.slots[source] = self.slots[source], self.slots[target]
 
-    def _choose_next(self, slot: Slot, logits: Tensor, choice: tuple[int, float] | None) -> Iterator[Event]:
-        """Choose a slot's next token from logits (V,), or take a choice of `choose_rows`."""
-        sequence = slot.sequence
-        if sequence is None:
-            return
+    def _choose_next(
+        self, slot: Slot, sequence: ActiveSequence, logits: Tensor, choice: tuple[int, float] | None
+    ) -> Iterator[Event]:
+        """Choose the next token of a slot's answer from logits (V,), or take a choice of `choose_rows`."""
         if sequence.request.cancelled.is_set():
             if not math.isfinite(float(extreme(logits))):
                 self._clear(slot)

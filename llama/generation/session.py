@@ -24,7 +24,6 @@ from torch import Tensor
 from ..cache import KVCache
 from ..chat import check_messages
 from ..checkpoint.huggingface_write import Entry, write_safetensors
-from ..checkpoint.weight import FLOATS
 from ..checkpoint.write import raw_bytes
 from ..checks import dtype_name
 from ..engine.linears import describe_quantization
@@ -37,7 +36,6 @@ from .prefix import shared_prefix
 
 MARK, FORMAT = "clearllama_session", "2"  # the metadata entry with the version of the file format
 BUFFERS = ("k", "v", "k_scale", "v_scale")  # names of a layer's buffers in the file
-DTYPES = {**FLOATS, torch.int8: "I8", torch.int64: "I64"}
 LARGEST_HEADER = 2**24  # bytes; the text of 128,000 tokens has about 2**19
 ENDS = 1024  # bytes at the beginning and at the end of a weight that its hash covers
 
@@ -125,7 +123,7 @@ class Session:
             settings["tokenizer"] = _digest(self._tokenizer)
         about = json.dumps({"settings": settings, "messages": self.messages})
         metadata = {MARK: FORMAT, "about": about, "sha256": _checksum(about, tensors)}
-        entries = {name: Entry(DTYPES[x.dtype], tuple(x.shape), x.nbytes, x.cpu) for name, x in tensors.items()}
+        entries = {name: Entry(x.dtype, tuple(x.shape), x.cpu) for name, x in tensors.items()}
         resolved = target.resolve()  # so that a symbolic link stays one
         try:
             with own_temporary(resolved.parent, ".session") as work:
@@ -256,8 +254,7 @@ def _traits(model: Transformer) -> dict[str, Any]:
     for name in ("adapters", "patched"):  # buffers that the loader and a patch (inside/hooks.py) add
         if (identity := getattr(model, name, None)) is not None:
             settings[name] = bytes(identity.tolist()).hex()[:16]
-    plain: dict[str, Any] = json.loads(json.dumps(settings, default=dict))
-    return plain
+    return json.loads(json.dumps(settings, default=dict))
 
 
 def sample(model: Transformer) -> str:

@@ -221,11 +221,10 @@ class Vocabulary:
 
     def mask(self, matcher: LLMatcher) -> Tensor:
         """The tokens (n_vocab + len(spaced),) bool that a matcher allows next. Raises UsageError if it fails."""
-        words = np.empty((self.library.vocab_size + 31) // 32, np.uint32)
-        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        found = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         if matcher.is_error():  # the mask would allow the stop ids
             raise UsageError(f"no token can continue the answer: {_reason(matcher.get_error())}; simplify the grammar")
-        bits = np.unpackbits(words.astype("<u4", copy=False).view(np.uint8), bitorder="little")
+        bits = np.unpackbits(found, bitorder="little")
         return torch.from_numpy(bits.view(np.bool_))[: self.library.vocab_size]
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,8 +22,9 @@ from ..errors import NumericalError, UsageError
 from ..model import Transformer
 from ..text import Llama
 from .exact import float32_logits
-from .hooks import Place, activations, patch, transformer
-from .trace import head_readouts, readout_of, sink
+from .hooks import Place, patch, transformer
+from .patching import Earlier
+from .trace import direct_effects, readout, recording, sink
 
 STEP = 256  # tokens that all layers compute in one step, at most, as in a chunk of a prompt
 ROWS = 2**12  # keys of all rows of a pass together; with more, allocating memory takes longer than computing
@@ -71,64 +72,51 @@ def ablation_grid(
         raise UsageError("an ablation grid needs a text of at least two tokens")
     T, device = len(ids), model.tok_embeddings.weight.device
     tokens, positions = torch.tensor([ids], device=device), torch.arange(T, device=device)  # (1, T), (T,)
-    blocks: list[Any] = list(model.layers)
+    blocks = model.layers
     L, at = len(blocks), slice(None) if position is None else slice(position, position + 1)
     freqs_cis, mask = model.rope.freqs_cis(positions, T), causal_mask(positions, positions)
 
     def run(block: Any, h: Tensor) -> Tensor:  # (B, T, C) -> (B, T, C), without a cache
-        x: Tensor = block(h, freqs_cis, mask, positions, None)
-        return x
+        return block(h, freqs_cis, mask, positions, None)
 
     most = max(1, STEP * L // T)  # rows of a step
     parts = model.config.n_heads + 1
     groups = [range(start, min(start + most, parts)) for start in range(0, parts, most)]
     done, count = 0, len(groups) * L * (L + 1) // 2
-    h = model.tok_embeddings(tokens)  # (1, T, C)
-    logits, outputs, mlps, scores = [], [], [], []
+    scores = []  # of each layer
+
+    def measured(weights: Tensor, place: Place) -> Tensor:  # (1, H, T, T)
+        own = weights[0]
+        scores.append(torch.stack((own.diagonal(-1, -2, -1).mean(-1), sink(own), _induction(own, tokens[0]))))
+        return weights
+
+    with recording(model, ("resid_post", "z", "mlp_out")) as seen, patch(model, {"pattern.*": measured}):
+        model.hidden(tokens)
+    states, direction = seen.hidden, readout(model, seen, token, against)  # (T, C) before each block and at last, (C,)
+    mlps = torch.stack([mlp[-1].float() @ direction for mlp in seen.rows("mlp_out")])  # (L,)
+    direct = torch.cat((direct_effects(model, seen, direction), mlps[:, None]), 1)  # (L, H + 1)
+    difference = _difference(model, states[-1][-1:], token, against)  # (1,)
+    logits = []
     for number, block in enumerate(blocks):
         layer, found = block.attention.layer, []
         for rows in groups:
             changes = {f"z.{layer}": partial(_without_heads, rows=rows, at=at, mean=mean)}
             changes |= {f"mlp_out.{layer}": partial(_without_mlp, row=parts - 1 - rows.start, at=at, mean=mean)}
             with patch(model, changes):
-                x = run(block, h.expand(len(rows), -1, -1))  # (B, T, C): row i without part rows[i]
+                x = run(block, states[number].expand(len(rows), -1, -1))  # (B, T, C): row i without part rows[i]
             for later in [*blocks[number + 1 :], None]:
                 done += 1
                 yield done, count
                 if later is not None:
                     x = run(later, x)  # (B, T, C)
             found.append(_difference(model, x[:, -1], token, against))  # (B,)
-        with activations(model, [f"pattern.{layer}", f"z.{layer}", f"mlp_out.{layer}"]) as seen:
-            h = run(block, h)  # (1, T, C)
-        weights, z, mlp = (tensor[0] for tensor in seen.values())
         logits.append(torch.cat(found))
-        outputs.append(z[-1].float())
-        mlps.append(mlp[-1].float())
-        scores.append(
-            torch.stack((weights.diagonal(-1, -2, -1).mean(-1), sink(weights), _induction(weights, tokens[0])))
-        )
-    difference = _difference(model, h[:, -1], token, against)  # (1,)
-    direction = readout_of(model, h[0, -1], token, against)  # (C,)
-    heads = [(z * own).sum(-1) for z, own in zip(outputs, head_readouts(model, direction), strict=True)]  # (H,) each
-    direct = torch.stack([torch.cat((own, (mlp @ direction)[None])) for own, mlp in zip(heads, mlps, strict=True)])
     previous, first, induction = torch.stack(scores, 1)  # (L, H) each
     repeated = None if bool(induction.isnan().any()) else induction
     total = difference - torch.stack(logits)  # (L, H + 1)
     if not bool(total.isfinite().all()):
         raise NumericalError("the logits of this text are not finite without a head or MLP layer")
     return AblationGrid(float(difference), direct, total, previous, first, repeated)
-
-
-class _Joined(NamedTuple):
-    """The cache of a layer for many rows with the same earlier tokens: keys and values (1, KV, S - 1, D) of these."""
-
-    k: Tensor
-    v: Tensor
-
-    def update(self, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, KV, 1, D) twice -> (B, KV, S, D) twice."""
-        rows = len(k)
-        return torch.cat((self.k.expand(rows, -1, -1, -1), k), 2), torch.cat((self.v.expand(rows, -1, -1, -1), v), 2)
 
 
 @torch.inference_mode()
@@ -148,12 +136,11 @@ def without_sources(
     S, device = len(ids), cache.device
     positions = torch.tensor([S - 1], device=device)  # (T,)
     freqs_cis, rows = model.rope.freqs_cis(positions, S), max(1, ROWS // S)
-    layers = [
-        _Joined(*(x[:1, :, : S - 1].to(model.norm.weight.dtype) for x in layer.floats())) for layer in cache.layers
-    ]
+    dtype = model.norm.weight.dtype
+    layers = [Earlier([x[:1, :, : S - 1].to(dtype) for x in layer.floats()]) for layer in cache.layers]
     for part in torch.tensor(sources, device=device).split(rows):  # (B,)
         read = torch.arange(S, device=device) != part[:, None, None, None]  # (B, 1, 1, S)
-        with patch(model, {"pattern.*": partial(_reading, read=read)}):
+        with patch(model, {"pattern.*": partial(lambda read, weights, at: weights * read, read)}):  # (B, H, 1, S)
             h = model.tok_embeddings(torch.full((len(part), 1), ids[-1], device=device))  # (B, 1, C)
             for block, layer in zip(model.layers, layers, strict=True):
                 h = block(h, freqs_cis, None, positions, layer)  # (B, 1, C)
@@ -161,16 +148,10 @@ def without_sources(
         yield found
 
 
-def _reading(weights: Tensor, place: Place, read: Tensor) -> Tensor:
-    """Attention weights (B, H, 1, S) where `read` (B, 1, 1, S) is True, else 0."""
-    return weights * read
-
-
 def _difference(model: Transformer, h: Tensor, token: int, against: int) -> Tensor:
     """The difference of two logits: (B, C) -> (B,) float32."""
     logits = float32_logits(model, model.norm(h))  # (B, V)
-    found: Tensor = logits[:, token] - logits[:, against]
-    return found
+    return logits[:, token] - logits[:, against]
 
 
 def _without_heads(z: Tensor, place: Place, rows: range, at: slice, mean: bool) -> Tensor:

@@ -7,8 +7,6 @@ Letters: C model dim, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -32,8 +30,7 @@ def float32_logits(model: Transformer, h: Tensor) -> Tensor:
     widens = isinstance(output, FewRowsLinear) and output.widens
     if isinstance(output, nn.Linear | FewRowsLinear) and output.weight.dtype != torch.float32 and not widens:
         return torch.cat([F.linear(h, rows.float()) for rows in output.weight.split(ROWS)], dim=-1)
-    found: Tensor = output(h)
-    return found
+    return output(h)
 
 
 def rounding(model: Transformer) -> float:
@@ -65,8 +62,7 @@ def float32_copy(model: Transformer) -> Transformer:
     copy.load_state_dict(state, assign=True)
     if model.config.tie_embeddings:
         copy.output.weight = copy.tok_embeddings.weight
-    blocks: list[Any] = list(copy.layers)
-    for block in blocks:
+    for block in copy.layers:
         block.attention.attend = Attend(pick_attention(copy.norm.weight.device))
     copy.rope, copy.check_memory = model.rope, model.check_memory
     return copy

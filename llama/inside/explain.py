@@ -151,7 +151,7 @@ def _computed(net: Transformer, ids: Sequence[int], layer: int) -> dict[str, Arr
     Attention runs in its reference form, since fused kernels don't return scores.
     """
     seen: dict[str, Tensor] = {}
-    block: Any = net.layers[layer]
+    block = net.layers[layer]
     names = {"e": "embed", **{letter: f"{site}.{layer}" for letter, site in SITES.items()}}
 
     def attend(*inputs: Any) -> Tensor:
@@ -291,8 +291,7 @@ def explain(
     ours = _computed(net, ids, layer)
     embedded = net.tok_embeddings.weight[list(ids)].double().cpu().numpy()  # (T, C)
     start = embedded if layer == 0 else ours["h"]
-    block: Any = net.layers[layer]
-    rotary = block.attention.apply_rotary_emb
+    rotary = net.layers[layer].attention.apply_rotary_emb
     angles, factor = _angles(net, len(ids)) if rotary.rotates else (np.zeros((len(ids), config.head_dim // 2)), 1.0)
     right = reference(start, _weights_of(net, layer), angles, factor, config, ours)
     right["e"] = embedded, np.abs(embedded)

@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from ..attention import dequantized, reference_weights
 from ..errors import UsageError
@@ -117,8 +116,7 @@ class Tensors(NamedTuple):
 def tensors_of(model: Transformer) -> dict[str, Tensors]:
     """All names, in the order of the forward pass. Under `only_layers`, layers keep their original numbers."""
     found = {"embed": Tensors(model.tok_embeddings, SITES["embed"], None)}
-    blocks: list[Any] = list(model.layers)
-    for block in blocks:
+    for block in model.layers:
         layer = block.attention.layer
         for name, site in SITES.items():
             if name not in OUTSIDE:
@@ -186,16 +184,15 @@ class Pattern:
     result stays; otherwise the result is the changed weights times the values.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, attend: nn.Module):
         self.visits: list[Visit] = []
+        self.handle = attend.register_forward_hook(self)
 
     @staticmethod
     def attach(attend: nn.Module, visit: Visit) -> Remove:
         """Add to the hook of the module, which is made for the first visit and removed with the last."""
-        hook = next((hook for hook in attend._forward_hooks.values() if isinstance(hook, Pattern)), None)
-        if hook is None:
-            hook = Pattern()
-            hook.handle = attend.register_forward_hook(hook)
+        hooks = attend._forward_hooks.values()
+        hook = next((hook for hook in hooks if isinstance(hook, Pattern)), None) or Pattern(attend)
         hook.visits.append(visit)
 
         def remove() -> None:
@@ -204,8 +201,6 @@ class Pattern:
                 hook.handle.remove()
 
         return remove
-
-    handle: RemovableHandle
 
     def __call__(self, attend: nn.Module, inputs: tuple[Any, ...], y: Tensor) -> Tensor | None:
         q, k, v, mask = inputs
@@ -280,8 +275,7 @@ def patch(model: Transformer | Llama, changes: Mapping[str, Function], identity:
     now = local()  # .positions: those of the pass that this thread runs
     with contextlib.ExitStack() as stack:
         stack.enter_context(marked(model, identity or uuid.uuid4().hex))
-        blocks: list[Any] = list(model.layers)
-        for block in dict.fromkeys(blocks):
+        for block in dict.fromkeys(model.layers):
             handle = block.register_forward_pre_hook(lambda _, inputs: setattr(now, "positions", inputs[3]))
             stack.callback(handle.remove)
         for pattern, function in changes.items():

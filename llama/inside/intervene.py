@@ -38,8 +38,7 @@ def ablated(model: Transformer, heads: Iterable[tuple[int, int]]) -> Iterator[No
         if head != mlp:
             _check_head(layer, head, model.config)
         by_layer.setdefault(layer, set()).add(head)
-    blocks: list[Any] = list(model.layers)
-    running = [block.attention.layer for block in blocks]
+    running = [block.attention.layer for block in model.layers]
     if missing := sorted(set(by_layer) - set(running)):
         raise UsageError(f"layer {missing[0]} does not run, so its heads can't be ablated; only {_span(running)}")
 

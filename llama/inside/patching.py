@@ -57,8 +57,7 @@ def patching_grid(model: Transformer | Llama, source: Sequence[int], target: Seq
         try:
             next(steps)
         except StopIteration as end:
-            grid: Grid = end.value
-            return grid
+            return end.value
 
 
 @torch.inference_mode()
@@ -79,18 +78,17 @@ def patching_steps(
             f"patching compares texts token by token: expected equally many tokens, got {len(source)} and"
             f" {len(target)}; reword one of the texts"
         )
-    blocks: list[Any] = list(model.layers)
-    S, L = len(target), len(blocks)
+    S, blocks = len(target), model.layers
+    L = len(blocks)
     start = next((t for t in range(S) if source[t] != target[t]), S - 1)  # nothing before it differs
-    earlier = [_Earlier() if start else None for _ in blocks]
+    earlier = [Earlier() if start else None for _ in blocks]
 
     def run(layer: int, h: Tensor, start: int, end: int) -> Tensor:  # (B, T, C) -> (B, T, C), T = end - start
         device = blocks[layer].attention_norm.weight.device
         keys = torch.arange(end, device=device)  # (S,)
         mask = causal_mask(keys[start:], keys)  # (T, S)
         freqs_cis = model.rope.freqs_cis(keys[start:], S)
-        x: Tensor = blocks[layer](h.to(device), freqs_cis, mask, keys[start:], earlier[layer])
-        return x
+        return blocks[layer](h.to(device), freqs_cis, mask, keys[start:], earlier[layer])
 
     def logits_of(h: Tensor) -> Tensor:  # (B, T, C) -> (B, V), after the last token
         return float32_logits(model, model.norm(h[:, -1].to(model.norm.weight.device)))
@@ -131,18 +129,21 @@ def patching_steps(
     return Grid(list(source), list(target), (first, second), (ours, theirs), numbers, restored)
 
 
-class _Earlier:
-    """A layer's cache: it keeps keys and values of the first tokens, which both texts have, for all later passes."""
+class Earlier:
+    """A layer's cache for rows with the same earlier tokens. It keeps the keys and values of the first pass alone.
 
-    kept: tuple[Tensor, Tensor] | None = None  # (1, KV, start, D) each
+    kept  keys and values (1, KV, S - T, D) of the earlier tokens, in place of a first pass
+    """
 
-    def update(self, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def __init__(self, kept: Sequence[Tensor] = ()):
+        self.kept = kept
+
+    def update(self, k: Tensor, v: Tensor, positions: Tensor) -> Sequence[Tensor]:
         """(B, KV, T, D) twice -> (B, KV, S, D) twice."""
-        if self.kept is None:
+        if not self.kept:
             self.kept = k, v
-            return k, v
-        keys, values = (old.expand(len(k), -1, -1, -1) for old in self.kept)
-        return torch.cat((keys, k), dim=2), torch.cat((values, v), dim=2)
+            return self.kept
+        return [torch.cat((old.expand(len(x), -1, -1, -1), x), 2) for old, x in zip(self.kept, (k, v), strict=True)]
 
 
 def facts(grid: Grid, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -121,7 +121,13 @@ def steer(
     Raises UsageError if the vector does not fit the model.
     """
     model = transformer(model)
-    check_fit(model, vector)
+    C, last = model.config.dim, model.config.n_layers - 1
+    for layer, direction in vector.directions.items():
+        if layer > last or direction.shape != (C,):
+            raise UsageError(
+                f"direction.{layer} of the control vector has {len(direction)} numbers; expected {C} for layers 1 to"
+                f" {last} of this model: the vector was made for another model"
+            )
     used = sorted(vector.directions) if layers is None else sorted({*layers} & {*vector.directions})
     if not used:
         raise UsageError(
@@ -136,14 +142,3 @@ def steer(
     changes = {f"resid_post.{layer}": add for layer in used}
     with patch(model, changes, f"control vector {vector.digest()}, scale {float(scale)}, layers {used}"):
         yield used
-
-
-def check_fit(model: Transformer, vector: ControlVector) -> None:
-    """Raise UsageError if a vector has directions of another size, or for layers that the model does not have."""
-    C, last = model.config.dim, model.config.n_layers - 1
-    for layer, direction in vector.directions.items():
-        if layer > last or direction.shape != (C,):
-            raise UsageError(
-                f"direction.{layer} of the control vector has {len(direction)} numbers; expected {C} for layers 1 to"
-                f" {last} of this model: the vector was made for another model"
-            )

@@ -67,11 +67,10 @@ class Recording:
 
 
 @contextlib.contextmanager
-def recording(model: Transformer) -> Iterator[Recording]:
+def recording(model: Transformer, sites: Sequence[str] = RECORDED) -> Iterator[Recording]:
     """Record the next forward pass: of a complete text without a cache, or of the last tokens after a cache."""
-    blocks: list[Any] = list(model.layers)
-    with activations(model, ["embed", *(f"{site}.*" for site in RECORDED)]) as tensors:
-        yield Recording([block.attention.layer for block in blocks], tensors)
+    with activations(model, ["embed", *(f"{site}.*" for site in sites)]) as tensors:
+        yield Recording([block.attention.layer for block in model.layers], tensors)
 
 
 def pair_norms(q: Tensor, k: Tensor) -> Tensor:
@@ -142,12 +141,7 @@ def readout(model: Transformer, seen: Recording, answer: int, against: int | Non
     The logit is that of the id `answer` after the last token, minus that of `against`, if given. The scale of the last
     norm is that of the pass (arXiv:2211.00593, section 3.1), so the products of all terms add up to the logit.
     """
-    return readout_of(model, seen.hidden[-1][-1], answer, against)
-
-
-def readout_of(model: Transformer, h: Tensor, answer: int, against: int | None = None) -> Tensor:
-    """The `readout` for a last hidden state (C,)."""
-    scale = torch.rsqrt(h.float().square().mean() + model.norm.eps)
+    scale = torch.rsqrt(seen.hidden[-1][-1].float().square().mean() + model.norm.eps)
     ids = torch.tensor([answer] if against is None else [answer, against], device=model.norm.weight.device)
     rows = make_embedding(model.output, torch.float32)(ids).float()  # (1 or 2, C): rows of the output matrix
     row = rows[0] if against is None else rows[0] - rows[1]
@@ -160,12 +154,10 @@ def head_readouts(model: Transformer, direction: Tensor) -> list[Tensor]:
     The output of a head, multiplied by its part of wo, is one of the terms whose sum is the last hidden state. So the
     product of a head's output (D,) with its readout is what the head adds to the logit.
     """
-    C, D = len(direction), model.config.head_dim
-    blocks: list[Any] = list(model.layers)
-    rows = torch.arange(C, device=direction.device)
+    rows, D = torch.arange(len(direction), device=direction.device), model.config.head_dim
     return [
         (direction @ make_embedding(block.attention.wo, torch.float32)(rows).float()).unflatten(-1, (-1, D))
-        for block in blocks  # (C,) @ (C, H * D) each
+        for block in model.layers  # (C,) @ (C, H * D) each
     ]
 
 

@@ -7,8 +7,8 @@ Layouts: ggml-quants.c of https://github.com/ggml-org/ggml; choice of types: lla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import gguf
 import torch
@@ -98,25 +98,19 @@ def _inverse(x: Tensor) -> Tensor:
     return torch.where(x == 0, 0, 1 / x)
 
 
-def _by_package(type: str) -> Callable[[Tensor], Tensor]:
-    """Quantization by the gguf package, whose integers are llama.cpp's."""
-    return lambda w: torch.from_numpy(gguf.quantize(w.numpy(), gguf.GGMLQuantizationType[type]))
-
-
-# Type -> weights that share a scale, and the function that quantizes rows (R, N) float32 to bytes (R, ..)
-TYPES: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
-    "Q8_0": (32, _by_package("Q8_0")),
-    "Q4_0": (32, _by_package("Q4_0")),
-    "Q5_0": (32, _by_package("Q5_0")),
-    "Q4_K": (32, q4_k),
-    "Q6_K": (16, q6_k),
-}
+# Type -> weights that share a scale
+TYPES = {"Q8_0": 32, "Q4_0": 32, "Q5_0": 32, "Q4_K": 32, "Q6_K": 16}
 
 
 def block_of(type: str) -> tuple[int, int]:
     """The weights in a block of a type, and its bytes."""
-    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type]]
+    block, size = gguf.GGML_QUANT_SIZES[number(type)]
     return block, size
+
+
+def number(type: str) -> Any:
+    """The number of a type in files."""
+    return gguf.GGMLQuantizationType[type]
 
 
 def quantize(weight: Tensor, type: str) -> Tensor:
@@ -124,15 +118,16 @@ def quantize(weight: Tensor, type: str) -> Tensor:
 
     Groups below SMALLEST become 0, as in llama.cpp: the reciprocals of their scales would overflow.
     """
-    group, function = TYPES[type]
     (rows, columns), (block, size) = weight.shape, block_of(type)
     out = torch.empty(rows, columns // block * size, dtype=torch.uint8)
     step = max(1, QUANTIZED_ENTRIES // columns)
     for first in range(0, rows, step):
-        groups = weight[first : first + step].float().unflatten(1, (-1, group))  # (R, groups, group)
+        groups = weight[first : first + step].float().unflatten(1, (-1, TYPES[type]))  # (R, groups, group)
         largest = groups.abs().amax(-1, keepdim=True)
         check_scales((largest / 8).half())  # of all types, Q4_0 has the largest scales
-        out[first : first + step] = function(torch.where(largest < SMALLEST, 0, groups).flatten(1))
+        w = torch.where(largest < SMALLEST, 0, groups).flatten(1)
+        own = {"Q4_K": q4_k, "Q6_K": q6_k}.get(type)
+        out[first : first + step] = own(w) if own else torch.from_numpy(gguf.quantize(w.numpy(), number(type)))
     return out
 
 

@@ -55,9 +55,9 @@ def pick_scheme(name: str) -> Scheme:
     return SCHEMES[checks.choice("quantization scheme", name, SCHEMES)]
 
 
-def scheme_for(layer: str, scheme: Scheme) -> Scheme:
-    """The scheme of one layer, given its name in the model."""
-    return scheme.output if layer == "output" and scheme.output else scheme
+def scheme_for(name: str, scheme: Scheme) -> Scheme:
+    """The scheme of a quantized layer or weight of the model; an embedding is tied."""
+    return scheme.output if name.startswith(("output", "tok_embeddings")) and scheme.output else scheme
 
 
 def quantize(weight: Tensor, format: GroupFormat) -> GroupedWeight:

@@ -75,16 +75,23 @@ Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
 class Server:
     """A model behind HTTP.
 
-    model   its name in requests
-    key     the API key, or None
-    lens    for its looks
-    strict  refuse the fields of other servers than OpenAI's
+    model    its name in requests and responses
+    key      the API key, or None
+    lens     for its looks
+    strict   refuse the fields of other servers than OpenAI's
+    aliases  other names in requests
     """
 
     def __init__(
-        self, engine: Engine, model: str, key: str | None, lens: JacobianLens | None = None, strict: bool = False
+        self,
+        engine: Engine,
+        model: str,
+        key: str | None,
+        lens: JacobianLens | None = None,
+        strict: bool = False,
+        aliases: Sequence[str] = (),
     ):
-        self.strict = strict
+        self.strict, self.aliases = strict, aliases
         self.llm, self.engine, self.model, self.key, self.limits = engine.llm, engine, model, key, engine.limits
         self.looks, self.started = Looks(self.llm, model, lens), int(time.time())
         self.statuses: Counter[tuple[str, int]] = Counter()  # responses by path and status
@@ -122,7 +129,10 @@ class Server:
             def ended(status: int) -> None:
                 self.statuses[path, status] += 1
                 if request.method == "POST":
-                    log.info("POST %s %d %.2f s", path, status, time.perf_counter() - began)
+                    seconds, tokens = time.perf_counter() - began, getattr(request.state, "tokens", {})
+                    done = "" if not tokens else ", {prompt_tokens} prompt tokens, {new_tokens} new".format_map(tokens)
+                    speed = f" ({tokens['new_tokens'] / seconds:.1f} tok/s)" if tokens else ""
+                    log.info("POST %s %d %.2f s%s%s", path, status, seconds, done, speed)
 
             began = time.perf_counter()
             try:
@@ -156,12 +166,14 @@ class Server:
         return JSONResponse({"status": "ok" if alive else "stopped"}, 200 if alive else 503)
 
     async def models(self, request: Request) -> Response:
-        card: dict[str, Any] = {"id": self.model, "object": "model", "created": self.started, "owned_by": "clearllama"}
+        card: dict[str, Any] = {"object": "model", "created": self.started, "owned_by": "clearllama"}
         card |= {"max_model_len": self.llm.model.max_seq_len, "meta": self.looks.meta()}
+        cards = {name: {**card, "id": name} for name in (self.model, *self.aliases)}
         if "id" not in request.path_params:
-            return JSONResponse({"object": "list", "data": [card]})
-        check_model(request.path_params["id"], self.model)
-        return JSONResponse(card)
+            return JSONResponse({"object": "list", "data": [*cards.values()]})
+        if (name := request.path_params["id"]) not in cards:
+            check_model(name, self.model)
+        return JSONResponse(cards[name])
 
     async def metrics(self, request: Request) -> Response:
         """Counters and gauges in Prometheus' text format."""
@@ -178,6 +190,7 @@ class Server:
     async def complete(self, api: Api, request: Request) -> Response:
         asked = await self._parsed(request, api.parse)
         reply = Reply(asked, self.engine, self.model)
+        request.state.tokens = reply.tokens  # complete at the end
         if asked.stream:
             return Stream(api.chunks(reply), reply, api)
         await self._all(request, reply)
@@ -208,6 +221,8 @@ class Server:
 
     def _read(self, request: Request, body: bytes, parse: Callable[[dict[str, Any], Llama, str], T]) -> T:
         fields, request.state.ignored = standard(parse_body(body), self.strict)
+        if fields.get("model") in self.aliases:
+            fields["model"] = self.model
         return parse(fields, self.llm, self.model)
 
     # ----------------------------------------------------------------------------------------- the page and its looks

@@ -51,7 +51,8 @@ class Recall(NamedTuple):
     read     tokens that the model had read
     at       position of the fact
     nats     mean of -log p of the number's tokens
-    right    share of these tokens that were the most probable ones
+    right    share of these tokens that were the most probable ones, each after the true tokens before it. It is 1 for
+             exactly the numbers that the model would write: up to its first error, its own tokens are the true ones
     text     mean of -log p of the text's own tokens, from the previous length at which the model was asked up to `read`
     """
 

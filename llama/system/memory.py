@@ -103,7 +103,7 @@ def limits(controller: str, root: Path, *files: str) -> Iterator[tuple[Path, int
 def read(path: Path) -> str:
     """The text of a file; empty if it can't be read."""
     try:
-        return path.read_text()
+        return path.read_text(errors="surrogateescape")
     except (OSError, ValueError):
         return ""
 

@@ -107,11 +107,24 @@ class Tokenizer(ABC):
         """Ids of valid plain text."""
 
     @abstractmethod
+    def _bytes_of(self, id: int) -> bytes:
+        """`token_bytes` of an id of the vocabulary."""
+
     def token_bytes(self, id: int) -> bytes:
         """The bytes of an id. A character may be split over several ids.
 
         Empty for a control id, unless its token is in `visible`, such as <think>.
         """
+        if not 0 <= (id := token_id(id)) < self.n_vocab:
+            known_ids([id], self.n_vocab)
+        if id not in self._decoded:
+            self._decoded[id] = self._bytes_of(id)
+        return self._decoded[id]
+
+    @functools.cached_property
+    def _decoded(self) -> dict[int, bytes]:
+        """The bytes of the ids that were decoded."""
+        return {}
 
     @functools.cached_property
     def _names(self) -> Mapping[int, str]:
@@ -256,12 +269,6 @@ class Tokenizer(ABC):
         """The text of ids, without control ids. Invalid UTF-8 becomes U+FFFD."""
         decoder = Decoder(self)
         return "".join([decoder.feed(id) for id in token_ids(ids)]) + decoder.end()
-
-    def _check_id(self, id: int) -> int:
-        """The id as an int. Raises UsageError if it is not an integer, or not in the vocabulary."""
-        if not 0 <= (id := token_id(id)) < self.n_vocab:
-            known_ids([id], self.n_vocab)
-        return id
 
     def _required(self, id: int | None, name: str) -> int:
         if id is None:

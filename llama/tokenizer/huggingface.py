@@ -103,7 +103,6 @@ class HuggingFaceTokenizer(Tokenizer):
         named_by: Named = NOTHING,
     ):
         self.data, self._where, self.settings = data, where, settings or {}
-        self._bytes: dict[int, bytes] = {}  # of the ids that were decoded
         with library_errors(where, "not a usable tokenizer.json"):
             found = self._source()
             self._read_tokens(found, named_by)
@@ -198,13 +197,8 @@ class HuggingFaceTokenizer(Tokenizer):
     def _encode_after_control(self, text: str) -> list[int]:
         return self._encode_joined(text) if self._only_first else self._encode(text)
 
-    def token_bytes(self, id: int) -> bytes:
-        id = self._check_id(id)
-        if id not in self._bytes:
-            self._bytes[id] = self._bytes_of(self.token_of.get(id))
-        return self._bytes[id]
-
-    def _bytes_of(self, token: str | None) -> bytes:
+    def _bytes_of(self, id: int) -> bytes:
+        token = self.token_of.get(id)
         hidden = token in self.control and token not in self.visible
         if token is None or hidden or token == self.unknown:
             return b""

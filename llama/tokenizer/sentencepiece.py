@@ -180,9 +180,10 @@ class SentencePieceModelTokenizer(Tokenizer):
         if disguised or spaces:
             library = SentencePieceProcessor(model_proto=with_control(self.data, disguised) + spaces)
         self.library = library
-        self._tokens, self._bytes = self.token_of, dict[int, bytes]()  # the bytes of the ids that were decoded
+        self._tokens = self.token_of
 
-    def _bytes_of(self, id: int, token: str | None) -> bytes:
+    def _bytes_of(self, id: int) -> bytes:
+        token = self._tokens.get(id)
         if token is None or (token in self.control and token not in self.visible):
             return b""
         if id >= self.library.vocab_size():
@@ -203,9 +204,3 @@ class SentencePieceModelTokenizer(Tokenizer):
 
     def _encode_after_control(self, text: str) -> list[int]:
         return self._encode(text) if self._space_after_control else self._encode_joined(text)
-
-    def token_bytes(self, id: int) -> bytes:
-        id = self._check_id(id)
-        if id not in self._bytes:
-            self._bytes[id] = self._bytes_of(id, self._tokens.get(id))
-        return self._bytes[id]

@@ -100,6 +100,5 @@ class TiktokenTokenizer(Tokenizer):
         with library_errors(self._where, "the text can't be encoded"):
             return [id for piece in pieces(text) for id in self._encoding.encode_ordinary(piece)]
 
-    def token_bytes(self, id: int) -> bytes:
-        id = self._check_id(id)
+    def _bytes_of(self, id: int) -> bytes:
         return self._tokens[id] if id < len(self._tokens) else b""

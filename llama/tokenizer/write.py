@@ -75,8 +75,10 @@ def gguf_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
     if rows.start > vocab_size:
         raise TokenizerError(f"the vocabulary has {rows.start} tokens, but the embedding only {vocab_size} rows")
     more = {"tokens": map(padding, rows), "token_type": [UNUSED] * len(rows), "scores": [PADDING_SCORE] * len(rows)}
-    padded = {f"tokenizer.ggml.{key}": values for key, values in more.items() if f"tokenizer.ggml.{key}" in entries}
-    return {**entries, **{key: [*entries[key], *values] for key, values in padded.items()}}
+    for key, values in more.items():
+        if (name := f"tokenizer.ggml.{key}") in entries:
+            entries[name] = [*entries[name], *values]
+    return entries
 
 
 def padding(id: int) -> str:
@@ -152,7 +154,7 @@ def _from_json(tokenizer: HuggingFaceTokenizer) -> dict[str, Any]:
     normalizer, words = _steps(tokenizer.backend.normalizer), _steps(tokenizer.backend.pre_tokenizer)
     if not tokenizer.byte_level:
         prefix = tokenizer.strips_leading_space
-        if words or normalizer != _steps(_normalizer(prefix, _user_defined(tokens, types))):
+        if words or normalizer != _steps(_normalizer(prefix, tokens, types)):
             raise TokenizerError(f"tokenizer.json handles spaces in another way than a SentencePiece model; {REMEDY}")
         scores = _scores_of_merges(tokens, types, merges)
         return {"model": "llama", "pre": "default", **kind, "scores": scores, "add_space_prefix": prefix}
@@ -245,7 +247,7 @@ def _from_pieces(tokenizer: GGUFTokenizer) -> Backend:
     vocab = {token: id for id, token in enumerate(tokens) if types[id] != UNUSED}
     unknown = tokens[types.index(UNKNOWN)] if UNKNOWN in types else None
     backend = Backend(models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
-    backend.normalizer = _normalizer(prefix, _user_defined(tokens, types))
+    backend.normalizer = _normalizer(prefix, tokens, types)
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] * prefix)])
     for token, type in zip(tokens, types, strict=True):
@@ -254,21 +256,17 @@ def _from_pieces(tokenizer: GGUFTokenizer) -> Backend:
     return backend
 
 
-def _normalizer(prefix: bool, user_defined: Sequence[str]) -> normalizers.Normalizer:
+def _normalizer(prefix: bool, tokens: Sequence[str], types: Sequence[int]) -> normalizers.Normalizer:
     """The normalizer of Llama 2's tokenizer.json, with or without a space before every text.
 
     The library matches user-defined pieces in the normalized text, and normalizes the pieces too, so a step removes the
     leading space that a piece gets. As a side effect, a text that consists of one such piece gets no leading space.
     """
     steps: list[normalizers.Normalizer] = [normalizers.Prepend(SPACE)] if prefix else []
-    if prefix and user_defined:
-        alternatives = "|".join(map(re.escape, user_defined))
+    alternatives = "|".join(re.escape(t) for t, type in zip(tokens, types, strict=True) if type == USER_DEFINED)
+    if prefix and alternatives:
         steps.append(normalizers.Replace(Regex(rf"\A{SPACE}(?=(?:{alternatives})\z)"), ""))
     return normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
-
-
-def _user_defined(tokens: Sequence[str], types: Sequence[int]) -> list[str]:
-    return [token for token, type in zip(tokens, types, strict=True) if type == USER_DEFINED]
 
 
 # --------------------------------------------------------------------------------------------------------- the proof

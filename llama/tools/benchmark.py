@@ -31,8 +31,8 @@ def measure(model: Transformer, context: int, new_tokens: int, batch: int = 1, r
     not timed. Raises ContextLengthError if the tokens don't fit into the context.
     """
     slots = context + new_tokens
-    run(model, random_prompts(model, batch, min(context, WARM_UP), seed=-1), min(2, new_tokens), slots)
-    times = [run(model, random_prompts(model, batch, context, rep), new_tokens, slots) for rep in range(reps)]
+    run(model, batch, min(context, WARM_UP), min(2, new_tokens), slots, seed=-1)
+    times = [run(model, batch, context, new_tokens, slots, rep) for rep in range(reps)]
     prefill_tps = [batch * context / seconds for seconds, _ in times]
     decode_tps = [batch * new_tokens / seconds for _, seconds in times]
     return {
@@ -45,8 +45,10 @@ def measure(model: Transformer, context: int, new_tokens: int, batch: int = 1, r
     }
 
 
-def run(model: Transformer, prompts: list[list[int]], steps: int, slots: int) -> tuple[float, float]:
-    """(seconds of the prefill, seconds of the decoding steps after it)."""
+def run(model: Transformer, batch: int, context: int, steps: int, slots: int, seed: int) -> tuple[float, float]:
+    """(seconds of the prefill of random prompts, seconds of the decoding steps after it)."""
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(model.config.vocab_size) for _ in range(context)] for _ in range(batch)]  # (B, T)
     passes = decode(model, prompts, steps, slots)
     started = time.perf_counter()
     next(passes)
@@ -54,12 +56,6 @@ def run(model: Transformer, prompts: list[list[int]], steps: int, slots: int) ->
     for _ in passes:
         pass
     return between - started, time.perf_counter() - between
-
-
-def random_prompts(model: Transformer, batch: int, context: int, seed: int) -> list[list[int]]:
-    """Random token ids, (B, T)."""
-    rng = random.Random(seed)
-    return [[rng.randrange(model.config.vocab_size) for _ in range(context)] for _ in range(batch)]
 
 
 def decode(model: Transformer, prompts: Sequence[Sequence[int]], steps: int, slots: int) -> Iterator[list[int]]:

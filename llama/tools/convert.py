@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from ..chat.formats import TEMPLATES, check_format, check_template, says_chat
 from ..checkpoint import Checkpoint, gguf_write, huggingface_write, open_checkpoint, quantized
 from ..checkpoint.adapters import Adapters, with_adapters
 from ..checkpoint.base import EMBEDDING
-from ..checkpoint.gguf import GGUFWeight
 from ..checkpoint.weight import DTYPES, Weight
 from ..checkpoint.write import Model, raw_bytes
 from ..config import ModelConfig
@@ -30,7 +29,7 @@ from ..engine.packing import to_floats, to_tiles
 from ..errors import CheckpointError, ConfigError, TokenizerError, UsageError
 from ..hub import resolve
 from ..quant import gguf_types
-from ..quant.gguf_types import MIXES, types_of
+from ..quant.gguf_types import MIXES
 from ..quant.groups import GroupFormat
 from ..quant.schemes import Scheme, pick_scheme, scheme_for
 from ..rope import to_layout
@@ -110,15 +109,15 @@ def convert(  # many parameters, since each is a choice of the user
     stored = {name: DTYPES.get(weight.stored) for name, weight in weights.items()}
     formats: dict[str, Any] = {}  # of the quantized matrices
     if quantize is None:
-        dtypes = {name: dtype or kind for name, kind in stored.items()}
+        dtypes: dict[str, Any] = {name: dtype or kind for name, kind in stored.items()}
     elif is_folder:
         tied = checkpoint.config.tie_embeddings
-        found = {name: format_for(name, weight, pick_scheme(quantize), tied) for name, weight in weights.items()}
-        formats = {name: format for name, format in found.items() if format}
+        scheme = pick_scheme(quantize)
+        formats = {name: format for name in weights if (format := format_for(name, weights[name], scheme, tied))}
         # quantized: computed with in bfloat16, or dequantized here to float32
         dtypes = {name: kind or (torch.bfloat16 if name in formats else torch.float32) for name, kind in stored.items()}
     else:
-        formats = types_of(checkpoint.shapes, checkpoint.config, quantize)
+        formats = gguf_types.types_of(checkpoint.shapes, checkpoint.config, quantize)
         dtypes = dict.fromkeys(stored, torch.float32)
     if not is_folder:  # llama.cpp has vectors in float32
         dtypes |= {name: torch.float32 for name, shape in checkpoint.shapes.items() if len(shape) == 1}
@@ -131,34 +130,35 @@ def convert(  # many parameters, since each is a choice of the user
         weights[name].stored for name, format in formats.items()
         if stored[name] is None and not (is_folder and weights[name].is_stored_as(format))
     })  # fmt: skip
-    model, warnings = model_of(checkpoint, cast("dict[str, torch.dtype]", dtypes), chat_template)
     hashes: dict[str, str] = {}
 
     def read(name: str) -> Tensor:
-        format = formats.get(name)
-        if format is None or not is_folder:
-            weight = model.read(name)
-            weight = weight if format is None else gguf_types.quantize(weight, format)
-        else:
+        if hashes:
+            weights[next(reversed(hashes))].release()  # the writer no longer needs it
+        if name in formats and is_folder:
             try:
-                weight = to_tiles(weights[name], format)
+                values = to_tiles(weights[name], formats[name])
             except CheckpointError as error:
                 raise CheckpointError(f"{checkpoint.path}: {weights[name].name}: {error}") from error
-        hashes[name] = tensor_hash(weight)
+        else:
+            values = to_floats(weights[name], torch.device("cpu"), dtypes[name])
+            values = gguf_types.quantize(values, formats[name]) if name in formats else values
+        hashes[name] = tensor_hash(values)
         progress("writing", len(hashes), len(stored))
-        return weight
+        return values
 
+    model, warnings = model_of(checkpoint, dtypes, read, chat_template)
     try:
         with own_temporary(target.parent, ".convert") as work:
-            path, recorded = work / target.name, dataclasses.replace(model, read=read)
+            path = work / target.name
             if not is_folder:
-                gguf_write.write(path, recorded, formats, MIXES[quantize].file_type if quantize else None)
+                gguf_write.write(path, model, formats, MIXES[quantize].file_type if quantize else None)
             else:
                 path.mkdir()
                 if quantize:
-                    quantized.write(path, recorded, formats, quantize, shards)
+                    quantized.write(path, model, formats, quantize, shards)
                 else:
-                    huggingface_write.write(path, recorded, shards)
+                    huggingface_write.write(path, model, shards)
             written = open_checkpoint(path)
             check_written(written, model, formats, hashes, progress)
             replace(path, target)
@@ -198,19 +198,13 @@ def format_for(name: str, weight: Weight, scheme: Scheme, tied: bool) -> GroupFo
         return None
     if name == EMBEDDING and not tied:
         return weight.format and weight.format.simple
-    return scheme_for("output" if name == EMBEDDING else name.removesuffix(".weight"), scheme).format
+    return scheme_for(name, scheme).format
 
 
-def model_of(checkpoint: Checkpoint, dtypes: Mapping[str, torch.dtype], chat_template: str) -> tuple[Model, list[str]]:
-    """The model of a checkpoint as the writers need it, each weight in its dtype of `dtypes`; and warnings."""
-    last: list[Weight] = []
-
-    def read(name: str) -> Tensor:
-        while last:  # the writer no longer needs it
-            last.pop().release()
-        last.append(checkpoint.weight(name))
-        return to_floats(last[0], torch.device("cpu"), dtypes[name])
-
+def model_of(
+    checkpoint: Checkpoint, dtypes: Mapping[str, Any], read: Callable[[str], Tensor], chat_template: str
+) -> tuple[Model, list[str]]:
+    """The model of a checkpoint as the writers need it, and warnings."""
     warnings, tokenizer = [*checkpoint.warnings], None
     try:
         tokenizer = checkpoint.tokenizer()
@@ -265,7 +259,7 @@ def check_written(
         if name not in formats:
             values = weight.floats()
         else:
-            values = torch.from_numpy(weight.raw) if isinstance(weight, GGUFWeight) else cast(Tensor, weight.tiles())
+            (values,) = weight.mapped()
         values = to_layout(name, values, model.config.head_dim, written.layout, "interleaved")
         if tensor_hash(values) != hashes[name]:
             raise CheckpointError(f"{name} differs after it was written; check the disk, or report a bug")

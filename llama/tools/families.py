@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 
 from ..config import ModelConfig
 
 
 @cache
-def official() -> MappingProxyType[str, ModelConfig]:
+def official() -> Mapping[str, ModelConfig]:
     """Name -> architecture of every model in configs/."""
     package = Path(__file__).resolve().parents[1]
     files = sorted((package / "configs").glob("*.json")) or sorted((package.parent / "configs").glob("*.json"))
-    return MappingProxyType({file.stem: ModelConfig(**json.loads(file.read_text())) for file in files})
+    return {file.stem: ModelConfig(**json.loads(file.read_text())) for file in files}
 
 
 def names_of(config: ModelConfig) -> list[str]:

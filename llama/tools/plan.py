@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from .. import checks
+from ..checkpoint.base import EMBEDDING
 from ..config import ModelConfig
 from ..errors import UsageError
 from ..generate import prompt_chunk
@@ -100,10 +101,8 @@ def weight_bytes(config: ModelConfig, scheme: str | None, size: int) -> dict[str
     """The bytes of each weight of a model that is quantized by a scheme; those of others have `size` bytes a value."""
     chosen, found = scheme and pick_scheme(scheme), {}
     for name, shape in expected_shapes(config).items():
-        layer, bits = name.removesuffix(".weight"), 8.0 * size
-        embedding = layer == "tok_embeddings"
-        if chosen and len(shape) == 2 and (config.tie_embeddings or not embedding):
-            bits = scheme_for("output" if embedding else layer, chosen).bits_per_weight
+        quantized = chosen and len(shape) == 2 and (config.tie_embeddings or name != EMBEDDING)
+        bits = scheme_for(name, chosen).bits_per_weight if chosen and quantized else 8 * size
         found[name] = math.prod(shape) * bits / 8
     return found
 
@@ -132,7 +131,7 @@ class Run:
     @property
     def weights_read(self) -> float:
         """Bytes of all weights that a decoding step reads: all but the embedding, unless it is the output layer too."""
-        return self.weights - (0 if self.config.tie_embeddings else self.sizes["tok_embeddings.weight"])
+        return self.weights - (0 if self.config.tie_embeddings else self.sizes[EMBEDDING])
 
     @property
     def memory(self) -> dict[str, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from llama.checkpoint.base import NAMES, Checkpoint, find_tokenizer
-from llama.checkpoint.huggingface import StoredFloats, open_file
+from llama.checkpoint.huggingface import StoredWeight, open_file
 from llama.config import ModelConfig
 from llama.system.documents import read_json
 from llama.tokenizer import Tokenizer, open_tokenizer
@@ -24,8 +24,7 @@ class OwnCheckpoint(Checkpoint):
     def __init__(self, folder: Path):
         self.path, self.config = folder, ModelConfig(**read_json(folder / "sizes.json"))
         tensors = open_file(folder / WEIGHTS)
-        self._weights = {name: StoredFloats({"": one}, one.shape, one.dtype) for name, one in tensors.items()}
-        self.shapes = {name: weight.shape for name, weight in self._weights.items()}
+        self._weights = {name: StoredWeight({"": one}, one.shape, one.dtype) for name, one in tensors.items()}
         self.parts = {WEIGHTS: (folder / WEIGHTS).stat().st_size}
 
     def own_tokenizer(self) -> Tokenizer:

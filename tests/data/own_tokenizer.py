@@ -34,5 +34,5 @@ class OwnTokenizer(Tokenizer):
     def _encode(self, text: str) -> list[int]:
         return [self._ids[token] for token in self._pattern.findall(text.encode())]
 
-    def token_bytes(self, id: int) -> bytes:
-        return self._bytes[self._check_id(id)]
+    def _bytes_of(self, id: int) -> bytes:
+        return self._bytes[id]

@@ -17,6 +17,7 @@ __all__ = [
     "reference",
     "render_lessons",
     "site_hooks",
+    "three_back",
     "train_tiny",
 ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,13 +22,13 @@ from llama.text import Llama
 class Running:
     """A server that runs. `url` is its address without a path."""
 
-    def __init__(self, llm: Llama, key: str | None, limits: Limits):
+    def __init__(self, llm: Llama, key: str | None, limits: Limits, hosts: Sequence[str] = ()):
         self.engine = Engine(llm, limits)
         self.server = Server(self.engine, "tiny", key)
         listener = serve.bind("127.0.0.1", 0)
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        app = self.server.app(["127.0.0.1", "localhost"])
+        app = self.server.app([*hosts, "127.0.0.1", "localhost"])
         self.uvicorn = uvicorn.Server(configuration(app, limits))
         self.thread = threading.Thread(target=self.uvicorn.run, args=([listener],), daemon=True)
         self.thread.start()
@@ -53,8 +53,8 @@ def with_tools(llm: Llama) -> Llama:
 
 
 @contextmanager
-def running(llm: Llama, key: str | None = None, **limits: Any) -> Iterator[Running]:
-    server = Running(llm, key, Limits(**{"waiting": 64, **limits}))
+def running(llm: Llama, key: str | None = None, *, hosts: Sequence[str] = (), **limits: Any) -> Iterator[Running]:
+    server = Running(llm, key, Limits(**{"waiting": 64, **limits}), hosts)
     try:
         yield server
     finally:

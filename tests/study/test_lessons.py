@@ -14,18 +14,15 @@ ROOT = Path(__file__).resolve().parents[2]
 LEARN = ROOT / "docs" / "learn"
 LESSONS = render_lessons.lessons()
 README = (LEARN / "README.md").read_text()
-EXPLAIN, ONE_FILE = render_lessons.EXPLAIN, render_lessons.ONE_FILE
-FAST = ("04-rope-from-one-demand", "05-from-formula-to-code", "explain")  # the others take seconds
+ONE_FILE = render_lessons.ONE_FILE
+FAST = ("04-rope-from-one-demand", "05-from-formula-to-code")  # the others take seconds
 
 every_lesson = pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.stem)
 
 
 @pytest.mark.parametrize(
     "lesson",
-    [
-        page if page.stem in FAST else pytest.param(page, marks=pytest.mark.slow)
-        for page in (*LESSONS, EXPLAIN, ONE_FILE)
-    ],
+    [page if page.stem in FAST else pytest.param(page, marks=pytest.mark.slow) for page in (*LESSONS, ONE_FILE)],
     ids=lambda lesson: lesson.stem,
 )
 def test_a_lesson_runs_and_its_committed_results_are_the_present_ones(lesson: Path) -> None:
@@ -130,10 +127,12 @@ def test_the_figures_are_small_and_used_and_both_themes_are_one_picture() -> Non
 
 
 def test_the_course_lists_every_lesson_and_papers_are_linked_by_their_numbers() -> None:
-    rows = re.findall(r"^\| \[((?:\d+|Appendix)\. .*?)\]\((.*?)\) \|", README, re.MULTILINE)
-    assert [file for _, file in rows] == [lesson.name for lesson in LESSONS]
-    for title, file in rows:
+    rows = re.findall(r"^\| \[((?:\d+|Appendix)\. .*?)\]\((.*?)\) \| (\d+) \|", README, re.MULTILINE)
+    assert [file for _, file, _ in rows] == [lesson.name for lesson in LESSONS]
+    for title, file, minutes in rows:
         text = (LEARN / file).read_text()
+        assert 0 <= int(minutes) - read_words(text) / 150 <= 2, title  # the cells take less than a minute
         assert text.startswith(f"# {title}\n")
         for id, url in re.findall(r"arXiv:(\d{4}\.\d{5})\]\((.*?)\)", text):
             assert url == f"https://arxiv.org/abs/{id}"
+            assert id in (LEARN / "references.md").read_text(), title

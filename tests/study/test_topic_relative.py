@@ -14,6 +14,7 @@ from llama.hub import DEFAULT
 from llama.study import measures, topics
 from llama.study.figure import image
 from llama.study.topics import pairing, precision, relative, sqrtd
+from llama.text import Llama
 
 from . import by_hand
 
@@ -74,11 +75,14 @@ def test_the_example_ends_with_the_published_pair() -> None:
 
 @pytest.mark.slow
 def test_the_wrong_layout_ruins_the_default_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lesson 5: perplexity 392 instead of 17.7 on the first 400 words of the Apache license."""
+    """Perplexity is 392 instead of 17.7 on 400 words of the Apache license, but France keeps its capital (lesson 5)."""
+    loaded: list[Llama] = []
+    monkeypatch.setattr(pairing, "load", lambda *args, **given: loaded.append(llama.load(*args, **given)) or loaded[0])
     words = (Path(llama.__file__).parent.parent / "LICENSE").read_text().split()
     monkeypatch.setattr(pairing, "TEXT", " ".join(words[:400]))
     right, wrong = pairing.perplexities(DEFAULT)
     assert (round(right, 1), round(wrong)) == (17.7, 392)
+    assert loaded[0].generate("The capital of France is", max_new_tokens=1, temperature=0).text == " Paris"
 
 
 def test_errors_of_angles_are_those_of_their_rounded_factors() -> None:

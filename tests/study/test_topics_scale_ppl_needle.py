@@ -180,3 +180,24 @@ def test_recall_equals_that_of_complete_passes(monkeypatch: pytest.MonkeyPatch) 
         assert tokenizer.decode(ids[start:]).strip().isdigit()
         logits = model(torch.tensor([[*hay.ids[: answer.read].tolist(), *ids]]))[0, answer.read + start - 1 : -1]
         assert answer.right == float((logits.argmax(-1) == torch.tensor(ids[start:])).double().mean())
+
+
+def test_what_is_right_token_by_token_is_what_the_model_writes() -> None:
+    model, text = load_model(tiny_folder(), dtype="float32"), list((tiny_folder() / "held-out.txt").read_bytes())
+    cache = model.new_cache(128)
+    whole = []
+    for at in range(2000, 4000, 40):
+        model.hidden(torch.tensor([text[at - 64 : at]]), cache=cache)
+        ids = text[at : at + 8]
+        _, right = needle.answer(model, cache, ids, 4)
+        written = ids[:4]
+        for _ in range(4):
+            written.append(int(model(torch.tensor([text[at - 64 : at] + written]))[0, -1].argmax()))
+        assert (right == 1) == (written == ids)
+        whole.append(right == 1)
+        cache.trim(0)
+    assert 5 < sum(whole) < 45
+    table = find("needle").report().tables[1]
+    assert {row[0]: row[2] for row in table.rows} == {
+        "unchanged": "5/8", "PI x2": "0/8", "NTK-aware x2": "2/8", "NTK-aware x4": "2/8", "YaRN x2": "2/8",
+    }  # fmt: skip

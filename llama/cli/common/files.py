@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import codecs
 import contextlib
 import os
 import re
@@ -88,7 +87,7 @@ def _read_piped() -> str:
 def decode(data: bytes, source: str) -> str:
     """Decode UTF-8 with or without a byte order mark. Raises UsageError, which names the source and the wrong byte."""
     try:
-        return data.removeprefix(codecs.BOM_UTF8).decode()
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         found = f"byte {error.start} is 0x{error.object[error.start]:02x}"
         raise UsageError(f"{source} is not UTF-8: {found}; convert it to UTF-8") from None

@@ -30,18 +30,11 @@ SLOW = 2.0  # seconds
 DELAY = 1.0  # seconds of loading before its bar appears
 
 
-def load(args: argparse.Namespace) -> Llama:
-    """Load the model with its tokenizer, and report what was loaded on stderr."""
-    llm, read_weights = prepare(args)
-    read_weights()
-    return llm
-
-
 def prepare(args: argparse.Namespace, **overrides: Any) -> tuple[Llama, Callable[..., None]]:
-    """`load` in two steps: a model without weights, for the checks that need none, and a function that reads them.
+    """A model with its tokenizer but without weights, for the checks that need none, and a function that reads them.
 
-    The function takes the lengths of prompt and answer, for the memory check. `overrides` replace options of
-    loader.LoadOptions.
+    The function takes the lengths of prompt and answer, for the memory check, and reports on stderr what was loaded.
+    `overrides` replace options of loader.LoadOptions.
     """
     from ... import loader
 
@@ -99,7 +92,7 @@ def _steer(args: argparse.Namespace, model: Transformer, vector: ControlVector) 
 def load_model(
     args: argparse.Namespace, path: str, adapters: Sequence[str] = (), tokenizer: str | None = None, **overrides: Any
 ) -> Transformer:
-    """Load a model as `load` does, but without its tokenizer; a `tokenizer` is only checked."""
+    """Load a model without its tokenizer, and report on stderr what was loaded; a `tokenizer` is only checked."""
     from ... import loader
 
     started = time.perf_counter()
@@ -157,7 +150,7 @@ def set_chat_form(args: argparse.Namespace, llm: Llama) -> None:
 
 
 def pick_form(args: argparse.Namespace, llm: Llama) -> bool:
-    """`set_chat_form`. Returns whether prompts are continued as plain text."""
+    """`set_chat_form`. Returns whether prompts are continued as plain text; then no option may need a chat."""
     from ...chat.formats import says_chat
     from ...hub.repository import hub_id
 
@@ -165,16 +158,11 @@ def pick_form(args: argparse.Namespace, llm: Llama) -> bool:
     raw: bool = args.raw
     if args.chat_format == "auto" and llm.chat_template is None:
         raw = raw or llm.chat_format is None or not says_chat(str(hub_id(args.model) or args.model))
-    if raw:
-        refuse_chat_options(args, why_raw(args, llm))
-    return raw
-
-
-def refuse_chat_options(args: argparse.Namespace, why: str) -> None:
-    """Raise UsageError if an option needs a chat; `why`: the reason why the prompt is plain text."""
-    for name in ("system", "template_option"):
+    for name in ("system", "template_option") if raw else ():
         if getattr(args, name, None):  # `steer` has no --system
+            why = why_raw(args, llm)
             raise UsageError(f"{arguments.option(name)} needs a chat, but the prompt is plain text ({why})")
+    return raw
 
 
 def why_raw(args: argparse.Namespace, llm: Llama) -> str:

@@ -26,8 +26,7 @@ ONE_PROCESS_ONLY = ("compile", "gpu_layers", "draft", "steer", "save_session", "
 
 def first(args: argparse.Namespace, function: Callable[[], T]) -> T:
     """Call a function. With several ranks, only rank 0 calls it, and its result or error reaches all of them."""
-    result: T = function() if args.world is None else args.world.first(function)
-    return result
+    return function() if args.world is None else args.world.first(function)
 
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> int:

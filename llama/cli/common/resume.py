@@ -54,8 +54,7 @@ def record_of(llm: Llama, options: Mapping[str, Any], own: Mapping[Id, Any], **c
         **options,
     }
     lines = {json.dumps(id): options for id, options in own.items() if options}
-    record: Record = json.loads(json.dumps({MARK: FORMAT, "settings": settings, "lines": lines}))
-    return record
+    return json.loads(json.dumps({MARK: FORMAT, "settings": settings, "lines": lines}))
 
 
 class Output:

@@ -163,7 +163,7 @@ CAPTION = (
     "Above: how much each pair can add to a score, for two kinds of heads. Bar: the mean of the heads; thin line: the"
     " middle 8 of 10 heads. Below: each point is a head."
 )
-SMOLLM2 = f"SmolLM2-135M, 270 heads. {CAPTION}"
+SMOLLM2 = f"SmolLM2-135M-Instruct, 270 heads. {CAPTION}"
 DEFAULT = f"{CAPTION} By default this is tiny-kjv, which has 16 heads."
 TOPIC = Topic(
     answering(_heads, _report),

@@ -132,7 +132,7 @@ def order_draw(table: Data, canvas: Canvas) -> None:
 
 # The stored results are those of: clearllama study decay -m smollm2-135m-instruct --figure FILE.csv
 CAPTION = "Queries and keys of a text, moved to distance r by RoPE alone. Points: one for each doubling of r."
-SMOLLM2 = f"SmolLM2-135M. {CAPTION}"
+SMOLLM2 = f"SmolLM2-135M-Instruct. {CAPTION}"
 TOPIC = Topic(
     answering(_compared, _report),
     (

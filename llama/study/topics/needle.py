@@ -48,14 +48,15 @@ def _found(
 
 
 def _means(table: Data) -> Data:
-    """Recall of the facts within the first trained length, and perplexity of the text, by method and tokens read."""
+    """By method and tokens read: recall of the facts within the first trained length, and perplexity of the text."""
     rows = []
     for method in dict.fromkeys(table["method"].tolist()):
         for read in np.unique(table["read"]):
             asked = (table["method"] == method) & (table["read"] == read) & (table["at"] < table["trained"])
-            recall, nats = float(table["right"][asked].mean()), float(table["text"][asked].mean())
-            rows.append((label(method), read / table["trained"][0], recall, math.exp(nats)))
-    return columns(("method", "read", "recall", "perplexity"), rows)
+            right, nats = table["right"][asked], float(table["text"][asked].mean())
+            numbers = f"{(right == 1).sum()}/{len(right)}"
+            rows.append((label(method), read / table["trained"][0], float(right.mean()), numbers, math.exp(nats)))
+    return columns(("method", "read", "recall", "numbers", "perplexity"), rows)
 
 
 def _report(found: Found) -> Report:
@@ -63,13 +64,15 @@ def _report(found: Found) -> Report:
     means = _means(_data(found))
     names, lengths = (dict.fromkeys(means[column].tolist()) for column in ("method", "read"))
 
-    def rows(column: str, digits: int) -> list[tuple[Value, ...]]:
-        return [(name, *(round(x, digits) for x in means[column][means["method"] == name].tolist())) for name in names]
+    def rows(column: str, digits: int = 0) -> list[tuple[Value, ...]]:
+        values = {name: means[column][means["method"] == name].tolist() for name in names}
+        return [(name, *(round(x, digits) if digits else x for x in row)) for name, row in values.items()]
 
     heads = ("method", *(f"{length:.3g}x" for length in lengths))
     return Report(
         (
-            Table("digits that are right, share", heads, rows("recall", 2)),
+            Table("digits that are right if the true digits before are given, share", heads, rows("recall", 2)),
+            Table("numbers that the model writes completely right", heads, rows("numbers")),
             Table("perplexity of the text before that length", heads, rows("perplexity", 1)),
         ),
         "Facts such as 'The magic number of Lima is 29305.' stand in a text. The model is asked for those of the first"
@@ -122,7 +125,9 @@ def draw_depth(table: Data, canvas: Canvas) -> None:
 
 
 NEEDLE = "Perplexity of the text, and recall of the facts in the first trained length. Dotted: chance."
-DEPTH = "Each square is a question. Across: when it was asked. Up: where its fact stands."
+DEPTH = (
+    "Each square is a question, filled if all digits are right. Across: when it was asked. Up: where its fact stands."
+)
 TOPIC = Topic(
     answering(_found, _report),
     (

@@ -55,16 +55,15 @@ def report() -> Report:
 def precision_data() -> Data:
     """table, position (tokens), error: the largest error of cos and sin over all pairs, against float64.
 
-    A point is the maximum over up to 12 positions between it and the next point, since single positions may happen
-    to be exact.
+    A point is the worst of up to 12 neighboring positions, since single positions may happen to be exact.
     """
     edges = np.unique(np.geomspace(1, CONTEXT, 61).round().astype(np.int64))  # (bins + 1,)
     tried = np.linspace(edges[:-1], edges[1:] - 1, 12).round().astype(np.int64)  # (12, bins)
-    positions = torch.as_tensor(tried.ravel())
+    found = [errors(name, torch.as_tensor(tried.ravel())).reshape(tried.shape) for name in WAYS]
     return {
         "table": np.repeat(list(WAYS), len(edges) - 1),
-        "position": np.tile(edges[:-1], len(WAYS)),
-        "error": np.concatenate([errors(name, positions).reshape(tried.shape).max(0) for name in WAYS]),
+        "position": np.concatenate([np.take_along_axis(tried, off.argmax(0)[None], 0)[0] for off in found]),
+        "error": np.concatenate([off.max(0) for off in found]),
     }
 
 
@@ -82,7 +81,8 @@ def precision_draw(data: Data, canvas: Canvas) -> None:
 
 
 CAPTION = (
-    "Error of cos and sin by position, the largest of all pairs. Rounding positions or frequencies to bfloat16 makes"
-    " the angle useless within a thousand tokens."
+    "Error of cos and sin by position, the largest of all pairs (Llama 3.1: 64 pairs, base 500,000). Rounding"
+    " positions or frequencies to bfloat16 makes the angles of some fast pairs useless within a thousand"
+    " tokens."
 )
 TOPIC = Topic(report, (Figure("precision", CAPTION, precision_data, precision_draw, size=(5.8, 3.8)),))

@@ -120,10 +120,8 @@ RELATIVE = (
     " has its own curve."
 )
 TOEPLITZ = (
-    "Scores of one token at every position, divided by the square root of D. If a score depends only on the distance,"
-    " each diagonal has one value. This holds without an encoding, for the plain product of two sinusoidal codes, and"
-    " for RoPE. In a layer that adds the codes, A = W_q^T W_k stands between them and the token is mixed in: diagonals"
-    " are not constant."
+    "Scores of one word at every position, each panel with its own scale. If a score depends only on the distance, each"
+    " diagonal has one shade. Bottom left, where the codes are added to the word, the diagonals change. A = W_q^T W_k."
 )
 TOPIC = Topic(
     report,
