@@ -317,8 +317,8 @@ FIGURES = {
         Figure(
             "quarter",
             "Angles of four fast pairs of LLaMA 1. Above: at a distance of 1/4, which neighbors have under PI with"
-            " s = 4. Below: at the distance in training at which pair 0 has most nearly this angle. The others have"
-            " other angles there.",
+            " s = 4. Below: at the training distance where pair 0 is nearest to this angle. The others have other"
+            " angles there.",
             quarter_data,
             quarter_draw,
             size=(5.2, 3.0),

@@ -86,6 +86,7 @@ class Choice:
         self.finder = ToolCallStream(request.tools, parts=True) if request.tools else None
         self.marks = call_marks(spelling.tokenizer) if request.tools else {}
         self.count, self.cut = 0, False  # calls found so far; whether the answer ends within one
+        self.before: int | None = None  # calls that began before the text
         self.offset = 0  # where in the text the next token begins
 
     def clear(self) -> None:
@@ -105,6 +106,7 @@ class Choice:
         for event in [piece.text] if self.finder is None else self._events(self.finder, piece):
             if isinstance(event, str):
                 self.text += event
+                self.before = self.count if event and self.before is None else self.before
             elif "function" in event:
                 name, arguments = event["function"].values()
                 self._add_part({"name": name, "id": event.get("id")})

@@ -1,4 +1,4 @@
-"""The endpoints: the page at /, /health, /metrics, /v1/models, /v1/chat/completions, /v1/completions and /look."""
+"""The endpoints: the page at /, /health, /metrics, /v1/models, answers (APIS), tokens (CONVERSIONS) and /look."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ from .engine import COUNTED, Engine, Inbox, Look, Steps
 from .look import Looks
 from .openai import Chat, Completions
 from .requests import (
+    apply_template,
     check_model,
+    detokenize,
     parse_answer,
     parse_body,
     parse_grid,
@@ -41,16 +43,19 @@ from .requests import (
     parse_page,
     parse_patching,
     parse_sources,
+    tokenize,
 )
+from .responses import Responses
 
 log = logging.getLogger(__name__)
 
-APIS: dict[str, Api] = {"/v1/chat/completions": Chat(), "/v1/completions": Completions()}
+APIS: dict[str, Api] = {"/v1/chat/completions": Chat(), "/v1/completions": Completions(), "/v1/responses": Responses()}
+CONVERSIONS = {"/tokenize": tokenize, "/detokenize": detokenize, "/apply-template": apply_template}  # as llama.cpp's
 EVENTS = Format()
 IGNORED_HEADER = "X-Clearllama-Ignored"  # names the fields of a request that have no effect
 AUTHENTICATE = {"WWW-Authenticate": "Bearer"}
 # The keys that ask for a grammar, perhaps with escapes or in UTF-16. Escapes elsewhere are text of many languages.
-SCHEMAS = rb"response_format|tool_choice|tools|structured_outputs|guided_\w+|grammar|json_schema"
+SCHEMAS = rb"format|tool_choice|tools|structured_outputs|guided_\w+|grammar|json_schema"
 MAY_HAVE_SCHEMA = re.compile(rb"(" + SCHEMAS + rb'|\\u[0-9a-fA-F]{4}[a-z_]{0,14})"\s*:|\0')
 # path -> file in the package. The page needs no key; what it shows does
 PAGE = {"/": "server/page/index.html"}
@@ -107,6 +112,7 @@ class Server:
         get: dict[str, Endpoint] = {"/health": self.health, "/metrics": self.metrics, "/v1/models": self.models}
         get |= {"/v1/models/{id:path}": self.models, "/view.html": self.view, **dict.fromkeys(PAGE, self.page)}
         post: dict[str, Endpoint] = {path: partial(self.complete, api) for path, api in APIS.items()}
+        post |= {path: partial(self.convert, conversion) for path, conversion in CONVERSIONS.items()}
         post |= {"/look/answer": self.look_answer, "/look/inside": self.look_inside, "/look/grid": self.look_grid}
         post |= {"/look/sources": self.look_sources, "/look/patch": self.look_patch}
         post |= {"/look/page": partial(self.look_file, self.looks.page, "text/html")}
@@ -195,6 +201,9 @@ class Server:
             return Stream(api.chunks(reply), reply, api)
         await self._all(request, reply)
         return JSONResponse(api.whole(reply))
+
+    async def convert(self, conversion: Callable[..., dict[str, Any]], request: Request) -> Response:
+        return JSONResponse(await self._parsed(request, conversion))
 
     async def _parsed(self, request: Request, parse: Callable[[dict[str, Any], Llama, str], T]) -> T:
         """What `parse` makes of the body of a request. Raises HTTPException if it is too large or slow, or not JSON."""

@@ -20,6 +20,7 @@ GUIDED |= {"json_schema": "json", "grammar": "grammar"}
 # They describe the request, or where and when it runs. With --strict, only OPENAI are ignored
 OPENAI = (
     "user safety_identifier store metadata service_tier verbosity reasoning_effort prompt_cache_retention prediction"
+    " reasoning max_tool_calls prompt_cache_options"
 )
 IGNORED = (
     "cache_prompt id_slot slot_id n_keep keep_alive timings_per_token return_progress return_tokens request_id priority"
@@ -45,6 +46,9 @@ def standard(body: Mapping[str, Any], strict: bool = False) -> tuple[dict[str, A
     """
     body = {name: value for name, value in body.items() if value is not None}
     names = OPENAI.split() if strict else f"{OPENAI} {IGNORED}".split()
+    if isinstance(text := body.get("text"), dict):  # of /v1/responses
+        body |= {"text": {name: value for name, value in text.items() if name != "verbosity"}}
+        body |= {"verbosity": text["verbosity"]} if "verbosity" in text else {}
     ignored = [name for name in names if name in body]
     if not strict:
         ignored += [name for name, value in NEUTRAL.items() if name in body and _same(body[name], value)]

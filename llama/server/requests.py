@@ -22,6 +22,8 @@ from ..generation.structured import forced_call
 from ..sampling import LARGEST_SEED, option_names
 from ..system.documents import Required, by_id, check_unicode, checked, parse_json
 from ..text import LONGEST_TOKEN, Llama
+from ..tokenizer import Decoder
+from .spelling import Spelling
 
 DEFAULT_TOKENS = 16  # of /v1/completions, as in OpenAI's API
 MOST_ANSWERS, MOST_LOGPROBS, MOST_TOOLS = 128, 20, 128
@@ -57,6 +59,8 @@ CHAT_FIELDS = CHAT | {"max_completion_tokens": TOKENS, "logprobs": bool, "top_lo
 CHAT_FIELDS |= {"tool_choice": object, "parallel_tool_calls": bool, **SHARED}
 PART = {"type": Required("text"), "text": Required(str)}
 TEXT_FIELDS = {"prompt": object, "echo": bool, "suffix": str, "logprobs": TOP, "best_of": (1, 1), **SHARED}
+TOKENIZE_FIELDS = {"model": object, "content": Required(str)}
+TOKENIZE_FIELDS |= dict.fromkeys(("add_special", "parse_special", "with_pieces"), bool)
 ANSWER_FIELDS = {"prompt": object, "ids": list, "answer": list, "own": str, "off": list, "top": TOP}
 ANSWER_FIELDS |= CHAT | GENERATION
 ANSWER_FIELDS |= {"patch": {"other": Required(list), "layer": Required(int), "position": Required(int)}}
@@ -94,6 +98,7 @@ class AnswerRequest:
     tools: list[dict[str, Any]] = field(default_factory=list)
     several_calls: bool = True
     unlimited: bool = False  # without max_tokens
+    repeated: dict[str, Any] = field(default_factory=dict)  # fields that the response repeats
 
 
 class UnknownModel(UsageError):
@@ -154,6 +159,34 @@ def parse_text(body: Mapping[str, Any], llm: Llama, model: str) -> AnswerRequest
     options |= {"logprobs": call.logprobs, "top_logprobs": call.top, "prompt_logprobs": echo and call.logprobs}
     call.jobs = _owned(body, [prompt for one in ids for prompt in llm.prepare(one, options, call.n)])
     return call
+
+
+# ------------------------------------------------------------------------------------------------------------- tokens
+def tokenize(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, Any]:
+    """The ids of a text: the response of /tokenize. Raises a LlamaError."""
+    body = _fields(body, TOKENIZE_FIELDS, model)
+    _check_size(len(text := body["content"]), llm, "characters", LONGEST_TOKEN)
+    encode = llm.tokenizer.encode_prompt if body.get("add_special") else llm.tokenizer.encode
+    ids = encode(text, parse_special=body.get("parse_special", True))
+    entries = map(Spelling(llm.tokenizer).entry, ids if body.get("with_pieces") else [])
+    pieces = [{"id": entry["id"], "piece": entry.get("text", entry.get("bytes"))} for entry in entries]
+    return {"tokens": pieces or ids}
+
+
+def detokenize(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, Any]:
+    """The text of ids, with the names of control tokens: the response of /detokenize. Raises a LlamaError."""
+    ids = _fields(body, {"model": object, "tokens": Required(list)}, model)["tokens"]
+    return {"content": _with_names(_ids("tokens", ids, llm), llm) if ids else ""}
+
+
+def apply_template(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, Any]:
+    """The prompt that a body of /v1/chat/completions becomes: the response of /apply-template. Raises a LlamaError."""
+    return {"prompt": _with_names(parse_chat(body, llm, model).jobs[0].ids, llm)}
+
+
+def _with_names(ids: Sequence[int], llm: Llama) -> str:
+    decoder = Decoder(llm.tokenizer)
+    return "".join([decoder.feed(id) or llm.tokenizer.name(id) or "" for id in ids]) + decoder.end()
 
 
 # --------------------------------------------------------------------------------------------------------------- looks

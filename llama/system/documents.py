@@ -23,7 +23,7 @@ ID = re.compile("0|[1-9][0-9]{0,8}")
 T = TypeVar("T")
 KINDS: dict[Any, str] = {
     **{int: "an integer", float: "a finite number", bool: "true or false", str: "a string"},
-    **{list: "a list", dict: "an object", str | int: "a string or an integer"},
+    **{list: "a list", dict: "an object", str | int: "a string or an integer", str | list: "a string or a list"},
 }
 
 

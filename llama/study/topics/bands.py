@@ -161,7 +161,7 @@ def draw(table: Data, canvas: Canvas) -> None:
 # The stored results are those of: clearllama study bands -m smollm2-135m-instruct --figure FILE.csv
 CAPTION = (
     "Above: how much each pair can add to a score, for two kinds of heads. Bar: the mean of the heads; thin line: the"
-    " middle 8 of 10 heads. Below: each point is a head."
+    " middle 80 %. Below: each point is a head."
 )
 SMOLLM2 = f"SmolLM2-135M-Instruct, 270 heads. {CAPTION}"
 DEFAULT = f"{CAPTION} By default this is tiny-kjv, which has 16 heads."

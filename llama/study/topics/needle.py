@@ -124,7 +124,7 @@ def draw_depth(table: Data, canvas: Canvas) -> None:
     canvas.colorbar(image, ax=list(grid.flat), label="digits that are right (share)", location="bottom", shrink=0.6)
 
 
-NEEDLE = "Perplexity of the text, and recall of the facts in the first trained length. Dotted: chance."
+NEEDLE = "Perplexity of the text, and recall of the facts within the first trained length. Dotted: chance."
 DEPTH = (
     "Each square is a question, filled if all digits are right. Across: when it was asked. Up: where its fact stands."
 )

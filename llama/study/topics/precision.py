@@ -81,7 +81,7 @@ def precision_draw(data: Data, canvas: Canvas) -> None:
 
 
 CAPTION = (
-    "Error of cos and sin by position, the largest of all pairs (Llama 3.1: 64 pairs, base 500,000). Rounding"
+    "Largest error of cos and sin of all pairs, by position (Llama 3.1: 64 pairs, base 500,000). Rounding"
     " positions or frequencies to bfloat16 makes the angles of some fast pairs useless within a thousand"
     " tokens."
 )

@@ -94,7 +94,7 @@ def plane_draw(data: Data, canvas: Canvas) -> None:
     canvas.colorbar(image, ax=list(panels), label="score of q = k", location="bottom", shrink=0.6)
 
 
-PARTIAL = "The score by distance if all entries of q and k are equal, and all, half or a quarter of the head rotates."
+PARTIAL = "The score by distance if all entries of q and k are equal; the whole head, half or a quarter rotates."
 PLANE = "The score of a patch in the middle of an image with every patch, for equal vectors."
 TOPIC = Topic(
     report,
