@@ -162,7 +162,7 @@ class SamplingParams:
     max_new_tokens: int = option(256, "maximum number of new tokens", (0, 2**31), group="")
     temperature: float = option(0.0, "divide logits by X; 0 takes the most probable token", (0, 1e6))
     top_k: int = option(0, "keep the N most probable tokens; 0 is off", (0, 2**31), top_k)
-    top_p: float = option(1.0, "keep the fewest tokens whose probabilities sum to X; 1 is off", (0, 1), top_p)
+    top_p: float = option(1.0, "keep the fewest tokens of total probability X; 1 is off", (0, 1), top_p)
     min_p: float = option(0.0, "keep tokens with at least X times the highest probability; 0 is off", (0, 1), min_p)
     repetition_penalty: float = option(1.0, "above 1, make tokens in the text less probable; 1 is off", (0.01, 100))
     presence_penalty: float = option(

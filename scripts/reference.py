@@ -67,6 +67,13 @@ Standard output contains only the answer: text, or JSON with `--json`. Messages 
 ## Options of several commands
 
 {options}
+
+## Names from other programs
+
+These names of llama.cpp, Ollama and vLLM mean the same as the option or command here. Where an option has the name of
+its own, as `--max-tokens` of `serve` and `trace`, the name means that option. An option may have one dash: `-temp 0.7`.
+
+{synonyms}
 """
 
 API = """# Python API
@@ -215,7 +222,10 @@ def commands() -> str:
 
     An option that several commands share stands with the default of the first; the others name only their own default.
     """
+    from llama.cli.common.arguments import SYNONYMS
     from llama.engine.kernels import FORMS
+
+    given = [*SYNONYMS.items(), *cli.WORDS.items()]
 
     with mock.patch.dict(os.environ):
         os.environ.pop("CLEARLLAMA_MODEL", None)  # a default in the help texts
@@ -261,6 +271,10 @@ def commands() -> str:
         note=NOTE.format("parser"),
         commands="\n\n".join(sections),
         options="\n\n".join(f"### {title}\n\n" + "\n".join(items) for title, items in shared.items()),
+        synonyms="\n".join(
+            f"- `{name}`: {', '.join(f'`{other}`' for other, option in given if option == name)}"
+            for name in dict.fromkeys(option for _, option in given)
+        ),
         kernels=", ".join(f"`{form}`" for form in FORMS),
     )
 

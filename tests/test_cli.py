@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from llama import cli, loader
+from llama.checkpoint import open_checkpoint
 from llama.inside.steering import ControlVector
 from llama.text import Llama
 
@@ -185,6 +186,36 @@ def test_zero_new_tokens_give_an_empty_answer(clearllama: Run, tiny_gguf: Path) 
     assert (result.returncode, result.stdout, result.stderr) == (0, b"", b"")
 
 
+def test_tokenize_shows_ids_and_pieces(tiny_gguf: Path, tiny_llm: Llama, monkeypatch, capsys) -> None:
+    tokenizer = tiny_llm.tokenizer
+    monkeypatch.setattr("sys.stdin", None)
+    text = "caf\u00e9 <|im_end|>"
+    assert cli.main(["tokenize", text, "-m", str(tiny_gguf), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == {**found, "prompt": text, "tokens": tokenizer.encode_prompt(text)}
+    assert tokenizer.decode(found["tokens"]) == text
+    assert len(found["pieces"]) == len(found["tokens"])
+    assert cli.main(["tokenize", text, "-m", str(tiny_gguf), "--parse-special"]) == 0
+    out, err = capsys.readouterr()
+    ids = tokenizer.encode_prompt(text, parse_special=True)
+    assert [int(line.split()[0]) for line in out.splitlines()] == ids
+    assert out.splitlines()[-1].split()[1] == "'<|im_end|>'"
+    assert err == f"clearllama: {len(ids)} tokens\n"
+    assert len(ids) < len(found["tokens"])
+
+
+@pytest.mark.parametrize(("target", "format"), [("x.gguf", "gguf"), ("Llama-3.1-8B", "hf"), ("x.gguf --to hf", "")])
+def test_the_format_of_a_conversion_is_that_of_the_name(
+    tiny_gguf: Path, tmp_path: Path, monkeypatch, target: str, format: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["convert", str(tiny_gguf), *target.split()]) == (0 if format else 2)
+    if format:
+        assert open_checkpoint(tmp_path / target).format.lower().startswith({"hf": "hugging"}.get(format, format))
+    else:
+        assert "x.gguf would be a folder" in capsys.readouterr().err
+
+
 # ------------------------------------------------------------------------------------------------ pipes and signals
 def test_a_closed_or_full_stderr_does_not_change_stdout(clearllama: Run, tiny_gguf: Path) -> None:
     args = ("generate", "-m", str(tiny_gguf), "hello", *FAST)
@@ -303,13 +334,17 @@ def test_the_bare_command_greets_with_examples(capsys: pytest.CaptureFixture[str
     ("words", "expected"),
     [
         ("generate hi --top_p 0.9", "unrecognized arguments: --top_p 0.9; did you mean --top-p?"),
-        ("generate hi --max-tokens 5", "did you mean --max-new-tokens?"),
-        ("generate hello there", "unrecognized arguments: there; a prompt of several words needs quotes"),
-        ("chat Hello", "unrecognized arguments: Hello; type messages in the chat"),
+        ("generate hi --max-new-token 5", "did you mean --max-new-tokens?"),
+        ("generate What is RoPE", 'unrecognized arguments: is RoPE; put the prompt in quotes: "What is RoPE"'),
+        ("chat m Hello", "unrecognized arguments: Hello; type messages in the chat"),
         ("generate hello README.md", "unrecognized arguments: README.md; to use a model, add -m: -m README.md"),
-        ("generate -m x hello README.md", "README.md; a prompt of several words needs quotes"),
+        ("generate -m x hello README.md", 'README.md; put the prompt in quotes: "hello README.md"'),
         ("-m x generate hi", "expected a command first, as in clearllama generate TEXT, got '-m'"),
         ("genrate hi", "got 'genrate'; did you mean generate?"),
+        ("generate hi -hello", "unrecognized arguments: -hello; -h or --help shows the help"),
+        ("doctor -ngl 99", "-ngl 99; it is --gpu-layers of other commands, which doctor does not have"),
+        ("-hf x/y", "expected a command first, as in clearllama generate TEXT, got '-hf' (see"),
+        ("ps", "ps: no model stays loaded between commands"),
         ("frobnicate", "got 'frobnicate' (see clearllama --help)"),
     ],
 )
@@ -321,9 +356,55 @@ def test_a_wrong_word_is_explained(words: str, expected: str, capsys: pytest.Cap
     assert expected in err
 
 
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("gpu_layers 9 requires a GPU; leave gpu_layers out", "--gpu-layers 9 requires a GPU; leave --gpu-layers out"),
+        ("compile (--compile) runs on one device; leave out gpu_layers and name one device (--device)",
+         "--compile runs on one device; leave out --gpu-layers and name one --device"),
+        ("seed must be an integer, got seed", "--seed must be an integer, got seed"),
+        ("raise max_seq_len (--max-seq-len)", "raise --max-seq-len"),
+        ("top_p must be at most 1, got '/top_p'", "--top-p must be at most 1, got '/top_p'"),
+        ("x.jsonl line 2: top_p must be at most 1", "x.jsonl line 2: top_p must be at most 1"),
+        ("quantize the weights (--quantize int4)", "quantize the weights (--quantize int4)"),
+        ("seed and top_p are fixed", "seed and top_p are fixed"),
+    ],
+)  # fmt: skip
+def test_a_message_names_options_and_not_parameters_too(message: str, expected: str) -> None:
+    assert cli.with_options(message, cli.parse(["generate", "hi"])) == expected
+
+
 @pytest.mark.parametrize("words", ["-mtiny.gguf x", "-n5 x", "-qn 5 x", "x --stop=-ngl", "-5", "-p x", "-- -ngl"])
 def test_right_options_pass(words: str) -> None:
     assert cli.parse(["generate", *words.split()]).command == "generate"
+
+
+FIELD = {  # a command of another program's user -> the same in the words of this one
+    "generate hi -hf org/x:Q4_0 -ngl 99": "generate hi --model org/x:Q4_0 --gpu-layers 99",
+    "generate hi --hf-repo=org/x --n-gpu-layers=99": "generate hi --model=org/x --gpu-layers=99",
+    "generate hi -c 512 -t 2 -s 3 -n 4": "generate hi --max-seq-len 512 --threads 2 --seed 3 --max-new-tokens 4",
+    "generate hi --ctx-size 512 --n-predict 4": "generate hi --max-seq-len 512 --max-new-tokens 4",
+    "generate hi -c512 --max-tokens 4": "generate hi --max-seq-len 512 --max-new-tokens 4",
+    "generate hi --repeat-penalty 1.1 --lora a --temp 0": "generate hi --repetition-penalty 1.1 --adapter a --temperature 0",
+    "generate hi -temp 0 -top-k=3 -model m": "generate hi --temperature 0 --top-k 3 --model m",
+    "serve --max-tokens 5 -ngl 1": "serve --max-tokens 5 --gpu-layers 1",
+    "run m -sys x": "chat -m m --system x",
+    "serve m --port 80": "serve --port 80 -m m",
+    "show m": "inspect m",
+}
+
+
+@pytest.mark.parametrize("words", FIELD)
+def test_words_of_other_programs_mean_the_same(words: str) -> None:
+    assert cli.parse(words.split()) == cli.parse(FIELD[words].split())
+
+
+@pytest.mark.parametrize("words", ["help", "help generate", "generate -h", "run --help"])
+def test_help_is_found(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.parse(words.split())
+    usage = {"help": "COMMAND", "run --help": "chat"}.get(words, "generate")
+    assert (left.value.code, f"usage: clearllama {usage}" in capsys.readouterr().out) == (0, True)
 
 
 def test_help_is_one_screen_and_help_all_the_rest(
@@ -340,10 +421,11 @@ def test_help_is_one_screen_and_help_all_the_rest(
             assert (ended.value.code, f"usage: clearllama {command}" in out) == (code, code == 0), command
             if option == "--help":
                 assert out.count("\n") <= 24, command
+                assert "..." not in out.removeprefix("usage: clearllama COMMAND ..."), "a text is cut"
                 listed = out.split("\n\n", 2)[2]
                 assert not any(re.search(rf"^  \S.*{name}\b", listed, re.M) for name in RARE), command
             elif code == 0:
-                assert all(name in out for name in parsers[command]._option_string_actions)
+                assert all(name in out for action in parsers[command]._actions for name in action.option_strings)
 
 
 RARE = (

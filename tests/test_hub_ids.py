@@ -15,6 +15,7 @@ import pytest
 from huggingface_hub import constants
 
 from llama.checkpoint import open_checkpoint
+from llama.cli.common import loading
 from llama.errors import CheckpointError
 from llama.hub import models as hub
 from llama.hub.repository import HubId, choose, choose_gguf, hub_id
@@ -232,6 +233,25 @@ def test_only_complete_models_of_the_cache_are_found(cache: Path) -> None:
 def test_ids_and_paths(name: str, id: HubId | None) -> None:
     assert hub_id(name) == id
     assert id is None or str(id) == name
+
+
+@pytest.mark.parametrize(
+    ("address", "name"),
+    [
+        ("https://huggingface.co/a/b", "a/b"),
+        ("https://www.huggingface.co/a/b/?library=transformers#files", "a/b"),
+        ("http://hf.co/a/b/tree/main", "a/b"),
+        ("huggingface.co/a/b/tree/v1.0/original", "a/b/original@v1.0"),
+        ("https://huggingface.co/a/b/blob/main/x-Q4_K_M.gguf", "a/b/x-Q4_K_M.gguf"),
+        ("https://huggingface.co/a/b/resolve/main/Q4/x.gguf?download=true", "a/b/Q4/x.gguf"),
+        ("hf.co/a/b:Q4_K_M", "a/b:Q4_K_M"),
+        *((other, None) for other in ("https://huggingface.co/a", "hf.co/a/..", "https://example.org/a/b", "hf.co/",
+                                      "https://huggingface.co/a/b/blob/main/model.safetensors")),
+    ],
+)  # fmt: skip
+def test_addresses_of_the_hub_are_names(address: str, name: str | None) -> None:
+    assert hub_id(address) == (name and hub_id(name))
+    assert name is None or loading.model_name(address) == name
 
 
 # --------------------------------------------------------------------------------------------- which files are chosen

@@ -25,6 +25,7 @@ from llama.errors import LlamaError
 from llama.loader import load_model
 from llama.quant.schemes import SCHEMES, quantize, scheme_for
 from llama.study.perplexity import tiny_folder
+from llama.system.memory import Room
 from llama.tools.convert import convert
 from llama.tools.families import official
 from llama.tools.plan import GPUS, Run, parse_gpus, plan, weight_bytes
@@ -238,3 +239,33 @@ def test_a_quantized_gguf_is_planned_by_the_bytes_that_a_gpu_stores(
         alone = planned(capsys, path, *options)
         assert found[alone["quantize"]] == alone["memory"]["total"]
         assert options[:1] != ("--dtype",) or alone["memory"]["weights"] == 2 * config.n_params
+
+
+# -------------------------------------------------------------------------------------------------- this machine
+def here_or_named(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    main(["plan", "llama-3.1-8b", "--json", *words])
+    return json.loads(capsys.readouterr().out)
+
+
+def test_without_gpus_the_plan_is_for_the_memory_that_is_free(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+    free = {"cpu": 40 * 10**9, "cuda:0": 60 * 10**9, "cuda:1": 50 * 10**9}
+    monkeypatch.setattr("llama.tools.plan.free_memory", lambda device="cpu": Room(free[device], ""))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    here, named = here_or_named(capsys), here_or_named(capsys, "--gpus", "1xcpu", "--gpu-memory", "40GB")
+    assert here["gpu"].pop("source") == f"free on this machine; {torch.get_num_threads()} threads"
+    named["gpu"].pop("source")
+    assert here == named
+    assert here_or_named(capsys, "--gpu-bandwidth", "50GB/s")["gpu"]["bandwidth"] == 5e10
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA Test")
+    here, named = here_or_named(capsys), here_or_named(capsys, "--gpus", "2xcustom", "--gpu-memory", "50GB")
+    assert here["gpu"] == {**named["gpu"], "name": "NVIDIA Test", "source": "free on this machine"}
+    assert {**here, "gpu": None} == {**named, "gpu": None}
+
+
+def test_a_machine_of_unknown_memory_is_asked_for(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("llama.tools.plan.free_memory", lambda device="cpu": None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["plan", "llama-3.1-8b"]) == 2
+    assert "add --gpus 1xcpu --gpu-memory GB" in capsys.readouterr().err

@@ -7,19 +7,24 @@ import codecs
 import io
 import json
 import os
+import socket
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from llama.cli.common import terminal
+from llama.cli.common import files, terminal
 from llama.cli.common.arguments import PROMPT
 from llama.cli.common.files import read_prompt
 from llama.cli.common.parser import Parser, add
 from llama.errors import UsageError
 
 from .conftest import Run
+from .patience import PATIENCE
 
 
 def arguments(*words: str) -> argparse.Namespace:
@@ -29,49 +34,100 @@ def arguments(*words: str) -> argparse.Namespace:
     return argparse.Namespace(**vars(parser.parse_args(words)), command="generate")
 
 
-NOTE = "clearllama: standard input is not part of the prompt; to read it, add -f -\n"
+NOTE = "clearllama: standard input ({} characters) ends the prompt; < /dev/null leaves it out\n"
+
+
+@contextmanager
+def standard_input(descriptor: int) -> Iterator[None]:
+    """Make an open file or pipe standard input; close it at the end."""
+    before = os.dup(0)
+    os.dup2(descriptor, 0)
+    os.close(descriptor)
+    with pytest.MonkeyPatch.context() as patch, os.fdopen(0, "rb", closefd=False) as stream:
+        patch.setattr(sys, "stdin", SimpleNamespace(buffer=stream, isatty=stream.isatty))
+        yield
+    os.dup2(before, 0)
+    os.close(before)
+
+
+def pipe(data: bytes) -> int:
+    """The end to read of a pipe with this content."""
+    reader, writer = os.pipe()
+    os.write(writer, data)
+    os.close(writer)
+    return reader
 
 
 @pytest.mark.parametrize(
-    ("words", "prompt", "reads"),
+    ("words", "prompt", "noted"),
     [
-        ((), "one\ntwo", True),
-        (("-",), "one\ntwo", True),
-        (("Sum:",), "Sum:", False),
-        (("-p", "Sum:"), "Sum:", False),
-        (("Sum:", "-f", "-"), "Sum:\n\none\ntwo", True),
-        (("Sum:", "-f", "more", "-f", "-", "-f", "more"), "Sum:\n\nMORE\n\none\ntwo\n\nMORE", True),
-        (("-", "-f", "more"), "one\ntwo\n\nMORE", True),
-        (("-f", "more"), "MORE", False),
-        (("", "-f", "empty"), "", False),
+        ((), "one\ntwo", False),
+        (("-",), "one\ntwo", False),
+        (("Sum:",), "Sum:\n\none\ntwo", True),
+        (("-p", "Sum:"), "Sum:\n\none\ntwo", True),
+        (("Sum:", "-f", "-"), "Sum:\n\none\ntwo", False),
+        (("Sum:", "-f", "more", "-f", "-", "-f", "more"), "Sum:\n\nMORE\n\none\ntwo\n\nMORE", False),
+        (("-", "-f", "more"), "one\ntwo\n\nMORE", False),
+        (("Sum:", "-f", "more"), "Sum:\n\nMORE\n\none\ntwo", True),
+        (("", "-f", "empty"), "one\ntwo", True),
     ],
 )
-def test_standard_input_is_read_by_name_or_without_a_prompt(
+@pytest.mark.parametrize("source", ["pipe", "file"])
+def test_standard_input_follows_the_prompt_or_stands_at_its_name(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
+    source: str,
     words: tuple[str, ...],
     prompt: str,
-    reads: bool,
+    noted: bool,
 ) -> None:
-    """What is not read stays for the shell's loop that owns it, and a line on stderr says so."""
     monkeypatch.chdir(tmp_path)
-    for name, data in {"more": "MORE\n", "empty": ""}.items():
+    for name, data in {"more": "MORE\n", "empty": "", "input": "one\ntwo\n"}.items():
         Path(name).write_text(data)
+    with standard_input(pipe(b"one\ntwo\n") if source == "pipe" else os.open("input", os.O_RDONLY)):
+        assert read_prompt(arguments(*words)) == prompt
+    assert capfd.readouterr().err == (NOTE.format(8) if noted else "")
+
+
+def test_what_adds_nothing_to_a_prompt(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch) -> None:
+    """An empty pipe or file, a device, a socket, a terminal, and standard input that is closed."""
+    (tmp_path / "empty").touch()
+    near, far = socket.socketpair()
+    far.send(b"text")
+    _, terminal = os.openpty()
+    empty, null = os.open(tmp_path / "empty", os.O_RDONLY), os.open("/dev/zero", os.O_RDONLY)
+    for descriptor in (pipe(b""), empty, null, near.detach(), terminal):
+        with standard_input(descriptor):
+            assert read_prompt(arguments("Sum:")) == "Sum:"
+    monkeypatch.setattr(sys, "stdin", None)
+    assert read_prompt(arguments("Sum:")) == "Sum:"
+    assert capfd.readouterr().err == ""
+
+
+def test_a_loop_over_a_file_keeps_its_lines(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The shell has read one line. What is left stays, and a line on stderr says so."""
+    (tmp_path / "lines").write_bytes(b"one\ntwo\n")
+    with standard_input(os.open(tmp_path / "lines", os.O_RDONLY)):
+        assert os.read(0, 4) == b"one\n"
+        assert read_prompt(arguments("one")) == "one"
+        assert os.read(0, 9) == b"two\n"
+        assert "not part of the prompt, since a part of the file was read before" in capfd.readouterr().err
+        assert read_prompt(arguments("two")) == "two"
+    assert capfd.readouterr().err == ""
+
+
+def test_a_line_says_that_a_pipe_is_awaited(monkeypatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(files, "PATIENCE", 0.01)
     reader, writer = os.pipe()
-    os.write(writer, b"one\ntwo\n")
-    os.close(writer)
-    before = os.dup(0)
-    os.dup2(reader, 0)
-    try:
-        with os.fdopen(reader, "rb") as pipe:
-            monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=pipe, isatty=pipe.isatty))
-            assert read_prompt(arguments(*words)) == prompt
-            assert pipe.read() == (b"" if reads else b"one\ntwo\n")
-    finally:
-        os.dup2(before, 0)
-        os.close(before)
-    assert capfd.readouterr().err == ("" if reads else NOTE)
+    with standard_input(reader), ThreadPoolExecutor() as pool:
+        prompt = pool.submit(read_prompt, arguments("Sum:"))
+        said = ""
+        while "waiting for standard input, a pipe; < /dev/null leaves it out\n" not in said:
+            said += capfd.readouterr().err
+        os.write(writer, b"late")
+        os.close(writer)
+        assert prompt.result(PATIENCE) == "Sum:\n\nlate"
 
 
 @pytest.mark.parametrize("data", [b"one", b"one\n", b"one\r\n", b"\xef\xbb\xbfone\r\n"])

@@ -479,7 +479,7 @@ ERRORS = [
     ("regex", "a" * (2**20 + 1), "has more than 1,048,576 characters"),
     ("grammar", "", "no start rule"),
     ("grammar", '{"grammars": []}', "can't be used"),
-    ("grammar", 'root ::= "a"', "can't be used"),
+    ("grammar", 'root ::= x', "is not valid GBNF"),
     ("grammar", "start: <tag>", "unknown special token"),
     ("grammar", "start: " + "(" * 5000 + '"a"' + ")" * 5000, "too deeply nested"),
     ("lark", "start: A", "unknown kind of grammar 'lark'; known: schema, regex, grammar"),

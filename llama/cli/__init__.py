@@ -7,6 +7,7 @@ import contextlib
 import difflib
 import gc
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterable, Sequence
@@ -20,9 +21,11 @@ from .common import arguments, ranks, terminal
 from .common.parser import Parser, add, first_sentence
 
 COMMANDS = (  # each is a module of this folder
-    *("generate", "chat", "serve", "inspect", "plan", "convert", "quantize", "pull", "verify", "doctor", "bench"),
-    *("perplexity", "study", "trace", "steer", "explain"),
+    *("generate", "chat", "serve", "inspect", "plan", "convert", "quantize", "pull", "list", "rm", "verify"),
+    *("doctor", "bench", "perplexity", "study", "tokenize", "trace", "steer", "explain"),
 )
+WORDS = {"run": "chat", "show": "inspect", "ls": "list"}  # commands of other programs
+RESIDENT = "no model stays loaded between commands; clearllama serve keeps one, in the foreground"
 SPIN_COUNT = 1000  # steps of a busy loop, about 5 microseconds, before an OpenMP thread sleeps
 GREETING = """clearllama runs, inspects and explains LLaMA models. Three examples:
 
@@ -38,8 +41,7 @@ def build_parser(names: Iterable[str] = COMMANDS) -> Parser:
     """The parser of these commands; the description of a command is its module's docstring. Does not import torch."""
     parser = Parser(
         prog="clearllama",
-        description="Run, inspect and study LLaMA models.",
-        epilog="'clearllama COMMAND --help' shows the options of a command.",
+        description="Run, inspect and study LLaMA models; clearllama COMMAND --help shows options.",
     )
     parser.add_argument("--version", action="version", version=f"clearllama {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -49,16 +51,25 @@ def build_parser(names: Iterable[str] = COMMANDS) -> Parser:
         command = commands.add_parser(name, help=first_sentence(module.__doc__), description=module.__doc__)
         command.set_defaults(run=module.run, needs_torch=getattr(module, "NEEDS_TORCH", True))
         add(command, [*module.OPTIONS, *arguments.EVERY])
+        known = command._option_string_actions
+        for other, option in arguments.SYNONYMS.items():
+            if option in known:
+                known.setdefault(other, known[option])  # no help shows it
     return parser
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments. A wrong command or option ends the program with one line that names a similar one."""
-    first = words[0]
+    first, *others = words
+    if first == "help":
+        first, *others = [*others[:1], "--help"]
+    words = [first := WORDS.get(first, first), *others]
     parser = build_parser([first] if first in COMMANDS else COMMANDS)
     command = parser.commands.get(first, parser)
     if command is parser and first not in parser._option_string_actions:
-        near = _similar(first, [*COMMANDS, *parser._option_string_actions])
+        if first in ("ps", "stop"):
+            parser.error(f"{first}: {RESIDENT}")
+        near = _similar(first, [*COMMANDS, "--help", "--version"])
         parser.error(f"expected a command first, as in clearllama generate TEXT, got {first!r:.80}{near}")
     args, rest = parser.parse_known_args(words)
     if rest:
@@ -66,12 +77,15 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         path = next(filter(os.path.exists, words[1:]), None)
         if option:
             hint = _similar(option, command._option_string_actions)
+            if name := arguments.SYNONYMS.get(option):
+                hint = f"; it is {name} of other commands, which {first} does not have"
         elif path and "--model" in command._option_string_actions and args.model == command.get_default("model"):
             hint = f"; to use a model, add -m: -m {path}"
         elif "prompt" in args:
-            hint = "; a prompt of several words needs quotes"
+            prompt = " ".join([args.text or args.prompt or "", *rest])
+            hint = f'; put the prompt in quotes: "{prompt:.80}"'
         else:
-            hint = "; type messages in the chat, or use clearllama generate TEXT" if first == "chat" else ""
+            hint = "; type messages in the chat, or use clearllama generate TEXT -m MODEL" if first == "chat" else ""
         command.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     return args
 
@@ -109,7 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "RANK" in os.environ and not args.debug:
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # errors are reported here, without C++ stacks
         if args.needs_torch:
-            _import_torch(args)
+            with terminal.note("clearllama: loading PyTorch"):
+                _import_torch(args)
         _handle(signal.SIGINT, signal.default_int_handler)
         for name in ("SIGTERM", "SIGHUP"):
             if hasattr(signal, name):  # Windows has no SIGHUP
@@ -132,10 +147,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def with_options(message: str, args: argparse.Namespace) -> str:
-    """Replace a parameter's name at the start of a message with its option: 'top_p must be' -> '--top-p must be'."""
+    """Write parameters as options: 'top_p (--top-p)', and a name at the start of a message, become '--top-p'."""
+    options = {name: arguments.option(name) for name in vars(args)}
+    for name, option in options.items():
+        message = message.replace(f"{name} ({option})", option)
     name, _, rest = message.partition(" ")
-    if name in vars(args) and ("_" in name or rest.startswith("must ")):
-        return f"{arguments.option(name)} {rest}"
+    if name in options and ("_" in name or rest.startswith("must ")):
+        message = f"{options[name]} {rest}"
+    if message.startswith("--"):  # then other names in it are options, too
+        return re.sub(r"(?<![\w/.'\"-])\w+_\w+\b", lambda word: options.get(word[0], word[0]), message)
     return message
 
 

@@ -43,9 +43,9 @@ started, allows longer answers.'''
 
 OPTIONS = [
     ("--system TEXT", str, "the system message"),
-    ("--no-history", bool, "do not read or write the file that keeps the input of earlier chats"),
-    ("--json", bool, "write one JSON object per answer, with the keys of generate --json"),
-    *arguments.generation(max_new_tokens=1024, fallback="temperature 0.6, top-p 0.9"),
+    ("--no-history", bool, "neither read nor write the history of your input"),
+    ("--json", bool, "write one JSON object per answer (keys: generate --json)"),
+    *arguments.generation(max_new_tokens=1024, fallback="temperature 0.6, top-p 0.9", argument=True),
 ]
 
 

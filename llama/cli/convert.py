@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .common import arguments, files, terminal
-from .common.parser import REQUIRED
 
 if TYPE_CHECKING:
     from ..tools.convert import Proof
@@ -34,9 +33,9 @@ WRITING = [  # the options of a command that writes a checkpoint, also of quanti
     ("--json", bool, "write the result as one JSON object"),
 ]
 OPTIONS = [
-    ("source SRC", str, "the checkpoint, as for --model of the other commands"),
+    ("source SRC", str, "the checkpoint (as for --model of the other commands)"),
     ("target DST", Path, "the new folder (hf) or file (gguf)"),
-    ("--to", ["hf", "gguf"], "format of the target", {**REQUIRED, "default": None}),
+    ("--to", ["hf", "gguf"], "format of the target (default: gguf for a name in .gguf, else hf)", {"default": None}),
     ("--dtype DTYPE", str, "float32, bfloat16 or float16; needed for a quantized source (default: as stored)"),
     ("--quantize KIND", str, "with --to gguf: q8_0, q4_0 or q4_k (Q4_K_M) for llama.cpp"),
     *WRITING,
@@ -50,8 +49,9 @@ def run(args: argparse.Namespace) -> None:
 
     dtype = None if args.dtype is None else pick_dtype(args.dtype, pick_device("cpu"))
     source = resolve(args.source, args.quiet)
+    to = args.to or ("gguf" if args.target.suffix == ".gguf" else "hf")
     with writing(args) as options:
-        proof = convert(source, args.target, args.to, dtype=dtype, quantize=args.quantize, **options)
+        proof = convert(source, args.target, to, dtype=dtype, quantize=args.quantize, **options)
     write_proof(args, proof)
 
 

@@ -27,7 +27,7 @@ OPTIONS = [
     ("--suffix TEXT", str, "generate the text between PROMPT and this suffix (models with infilling)", RARE),
     *arguments.generation(max_new_tokens=256, fallback="greedy"),
     Group("many prompts"),
-    ("--prompts FILE", str, 'JSON lines {"prompt": TEXT} or {"messages": [...]}, and options (docs/guides/batches.md)'),
+    ("--prompts FILE", str, 'JSON lines (docs/guides/batches.md): {"prompt": TEXT} or {"messages": [...]} and options'),
     ("--output FILE", str, "the answers as JSON lines (default: standard output)"),
     ("--batch-size N", int, "number of prompts to run at once (default: 16)", RARE),
 ]

@@ -48,5 +48,6 @@ def run(args: argparse.Namespace) -> None:
         "bits_per_byte": total / math.log(2) / len(text.encode()),
         "perplexity": math.exp(total / predicted),
     }
-    line = "perplexity {perplexity:.4f} over {predicted:,} tokens, {parts} windows of {window:,}; {bits_per_byte:.4f}"
-    terminal.show(args, facts, line.format(**facts, parts=len(parts)) + " bits per byte\n")
+    line = "perplexity {perplexity:.4f} over {predicted:,} tokens, {parts} of {window:,}; {bits_per_byte:.4f}"
+    count = f"{len(parts)} window{'s' * (len(parts) != 1)}"
+    terminal.show(args, facts, line.format(**facts, parts=count) + " bits per byte\n")

@@ -1,8 +1,9 @@
-"""Compute whether a model fits on some GPUs, and its top speed.
+"""Compute whether a model fits on a machine, and its top speed.
 
-The result is the memory needed on each GPU, what fits, and an upper bound on the speed of decoding: the bandwidth
-divided by the bytes that a step reads. The sources are the model's shapes and the data sheets of the GPUs; no weights
-are needed. Exit code 1 if the GPUs have too little memory.
+Without --gpus, the plan is for the memory that is free on this machine. The result is the memory needed on each GPU,
+what fits, and an upper bound on the speed of decoding: the bandwidth divided by the bytes that a step reads. The
+sources are the model's shapes and the data sheets of the GPUs; no weights are needed. Exit code 1 if the GPUs have too
+little memory.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from ..checks import dtype_name
 from ..errors import CheckpointError
 from .common import arguments, loading, tables, terminal
-from .common.parser import REQUIRED
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
@@ -30,8 +30,8 @@ def gigabytes(text: str) -> float:
 
 
 OPTIONS = [
-    ("-m --model PATH_OR_NAME", str, "llama-3-8b or another of configs/, a config.json or a checkpoint", REQUIRED),
-    ("--gpus NxGPU", str, "number and kind: 16xH100, 2xRTX4090; 4xcustom and 1xcpu need --gpu-memory", REQUIRED),
+    *arguments.checkpoint("checkpoint, config.json or a name in configs/ (llama-3-8b)"),
+    ("--gpus NxGPU", str, "16xH100, 2xRTX4090; 4xcustom and 1xcpu need --gpu-memory (default: this machine)"),
     ("--gpu-memory GB", gigabytes, "memory of a GPU, such as 80GB"),
     ("--gpu-bandwidth GB/s", gigabytes, "memory bandwidth of a GPU, such as 3350GB/s"),
     ("--context N", int, "tokens per sequence (default: the model's context, at most 8192)"),
@@ -107,7 +107,8 @@ def text(facts: dict[str, Any]) -> str:
     total, of = size.pop("total"), size.pop("of")
     keys = dtype if facts["kv_cache"] == "model" else facts["kv_cache"]
     shape = "{batch:,} x {context:,}".format(**facts)
-    fits = "no" + (f"; fewest GPUs: {facts['smallest']['gpus']}" if facts["smallest"] else "")
+    each = "" if gpu["name"] == "cpu" else " on each GPU"
+    fits = "no" + (f"; fewest GPUs: {facts['smallest']['gpus']}" if facts["smallest"] and each else "")
     if facts["fits"]:
         fits = "yes, up to {largest_batch:,} x {context:,} or {batch:,} x {largest_context:,} tokens".format(**facts)
     speed = "not estimated: add --gpu-bandwidth" if facts["fits"] else "none"
@@ -117,12 +118,12 @@ def text(facts: dict[str, Any]) -> str:
         ("model", f"{facts['model']}: {facts['parameters']:,} parameters, context {facts['max_seq_len']:,}"),
         ("run", f"{shape} tokens on {facts['gpus']} x {gpu['name']}, {of} GB ({gpu['source']})"),
         ("weights", f"{facts['quantize'] or dtype}; keys and values {keys}"),
-        ("memory", f"{total} GB on each GPU: {', '.join(f'{name} {part}' for name, part in size.items())}"),
+        ("memory", f"{total} GB{each}: {', '.join(f'{name} {part}' for name, part in size.items())}"),
         ("fits", fits),
         ("speed", speed),
     ]
     for other in facts["alternatives"]:
         most = other["largest_context"]
         longest = f"fits up to {most:,} tokens" if most else "does not fit"
-        rows.append((other["quantize"] or dtype, f"{other['per_gpu'] / 1e9:.2f} GB on each GPU, {longest}"))
+        rows.append((other["quantize"] or dtype, f"{other['per_gpu'] / 1e9:.2f} GB{each}, {longest}"))
     return tables.table(rows)

@@ -12,8 +12,8 @@ import argparse
 from .common import arguments, terminal
 
 OPTIONS = [
-    *arguments.checkpoint("ORG/NAME[:QUANT][@REVISION], ORG/NAME/FOLDER or ORG/NAME/FILE.gguf on the Hugging Face hub"),
-    ("--force", bool, "download the model again even if it is in the cache"),
+    *arguments.checkpoint("ORG/NAME[:QUANT][@REVISION] on the hub; also ORG/NAME/FOLDER or ORG/NAME/FILE.gguf"),
+    ("--force", bool, "download again even if the cache has the model"),
 ]
 NEEDS_TORCH = False
 

@@ -15,7 +15,7 @@ from . import convert
 from .common import tables, terminal
 
 OPTIONS = [
-    ("source SRC", str, "the checkpoint, as for --model of the other commands", {"nargs": "?"}),
+    ("source SRC", str, "the checkpoint (as for --model of the other commands)", {"nargs": "?"}),
     ("target DST", Path, "the new folder", {"nargs": "?"}),
     ("--scheme SCHEME", str, "a scheme of --list", {"default": "int4"}),
     ("--list", bool, "list all schemes with their bits per weight"),

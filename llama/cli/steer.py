@@ -24,7 +24,7 @@ OPTIONS = [
     ),
     ("--negative TEXT", str, "the prompt to move from", PAIRS),
     ("-o --output FILE", Path, "the file to write (.gguf)", REQUIRED),
-    ("--raw", bool, "use the prompts as plain text, without a chat template"),
+    ("--raw", bool, "use the prompts without a chat template"),
     *arguments.model(),
     *arguments.CHAT,
 ]

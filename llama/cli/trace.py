@@ -25,14 +25,14 @@ OPTIONS = [
     *arguments.PROMPT,
     ("--html FILE", Path, "write a page for a browser: one file, works offline"),
     arguments.LENS,
-    ("--fit-lens FILE", Path, "fit the model's Jacobian lens to the text, in parts of 128 tokens; FILE resumes a fit"),
+    ("--fit-lens FILE", Path, "fit the model's Jacobian lens to the text (in parts of 128 tokens); FILE resumes a fit"),
     ("--max-tokens N", int, "longest text", {"default": 256}),
-    ("--json", bool, "write all numbers as one JSON object, in place of the summary"),
+    ("--json", bool, "write one JSON object with all numbers, no summary"),
     Group("interventions", "the RoPE options below are also interventions"),
     ("--ablate-head LAYER.HEAD", str, "set the output of a head to zero, for example 3.5; may be repeated", MANY),
     ("--layers FIRST:END", str, "run only these layers: 0:8 is layers 0 to 7"),
     ("--no-rope", bool, "do not rotate queries and keys"),
-    ("--patch-from TEXT", str, "show the effect of copying TEXT's residual stream into this run, by layer and token"),
+    ("--patch-from TEXT", str, "patch from TEXT; shows the effect of its residual stream, by layer and token"),
     *arguments.model(dtype="float32"),
 ]
 

@@ -12,7 +12,7 @@ import argparse
 from .common import arguments, tables
 
 OPTIONS = [
-    *arguments.checkpoint("a folder in Meta's or Hugging Face's format, a .gguf file, or a downloaded model"),
+    *arguments.checkpoint("folder, .gguf file or downloaded model; folders are in Meta's or Hugging Face's format"),
     ("--json", bool, "write one JSON object: path, ok, findings"),
 ]
 

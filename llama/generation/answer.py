@@ -11,7 +11,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .. import checks
 from ..chat.thoughts import Thoughts, ThoughtStream
 from ..sampling import Constraint, Processor, Token
 from ..tokenizer import Tokenizer
@@ -101,7 +100,8 @@ class Completion:
         return self.text
 
     def __repr__(self) -> str:
-        text = checks.shown(self.text)
+        text = repr(self.text)
+        text = text if len(text) <= 80 else f"{text[:76]}{text[-1]}..."  # str() is all of it
         return f"Completion({text}, {len(self.tokens):,} tokens, finish_reason={self.finish_reason!r})"
 
 

@@ -35,6 +35,7 @@ LAYOUTS = (
 )
 OTHER_WEIGHTS = ("adapter_*", "consolidated*")
 DEFAULT_QUANT = "Q4_K_M"
+ADDRESS = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface|hf)\.co/([^?#]+?)/?(?:[?#].*)?")
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.\w+)")
 OTHER_GGUF = re.compile(r"(?i)(^|[-_.])(mmproj|imatrix)")  # files that accompany a model but are not one
 
@@ -54,7 +55,12 @@ class HubId:
 
 
 def hub_id(name: str) -> HubId | None:
-    """Parse ORG/NAME[/FOLDER or /FILE.gguf][:QUANT][@REVISION]. None for others, such as ./x or models/x.gguf."""
+    """Parse ORG/NAME[/FOLDER or /FILE.gguf][:QUANT][@REVISION], or the address of its page on the hub.
+
+    None for others, such as ./x or models/x.gguf.
+    """
+    if address := ADDRESS.fullmatch(name):
+        name = re.sub(r"^([^/]+/[^/]+)/(?:tree|blob|resolve)/([^/]+)(.*)", r"\1\3@\2", address[1])
     match = re.fullmatch(
         r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)((?:/[\w.+ -]+)*)(?::([\w-]+))?(?:@([\w.-]+(?:/[\w.-]+)*))?",
         name,
@@ -135,10 +141,10 @@ def with_all_parts(names: Collection[str]) -> list[str]:
 def find_cached(id: HubId) -> Path | None:
     """The path of a model in the Hugging Face cache, if no needed file is missing and no link to one dangles."""
     try:
-        commit = (_store(id) / "refs" / id.revision).read_text()
+        commit = (store(id) / "refs" / id.revision).read_text()
     except (OSError, ValueError):  # no such name, or a damaged one: the hub is asked
         commit = id.revision
-    root = _store(id) / "snapshots" / commit
+    root = store(id) / "snapshots" / commit
     if not re.fullmatch("[0-9a-f]{40}", commit) or not root.is_dir():
         return None
     from huggingface_hub import get_cached_repo_tree
@@ -155,7 +161,7 @@ def find_cached(id: HubId) -> Path | None:
     return _path_of(root, chosen) if chosen and all((root / name).is_file() for name in chosen) else None
 
 
-def _store(id: HubId) -> Path:
+def store(id: HubId) -> Path:
     """The folder of a repository in the Hugging Face cache."""
     from huggingface_hub import constants
 
@@ -208,7 +214,7 @@ def _download(id: HubId, force: bool, quiet: bool) -> Path:
             f"{id} has no complete model that can be run: expected config.json with safetensors or .bin, params.json"
             " with .pth, or .gguf"
         )
-    root = _store(id) / "snapshots" / info.sha
+    root = store(id) / "snapshots" / info.sha
     needed = sum(sizes[name] for name in chosen if force or not (root / name).is_file())
     if needed and not quiet:
         what = chosen[0] if len(chosen) == 1 else f"{len(chosen)} files"
@@ -219,7 +225,7 @@ def _download(id: HubId, force: bool, quiet: bool) -> Path:
         bar: Any = partial(tqdm, disable=True) if quiet else None
         hf_hub_download(id.repo, name, revision=info.sha, force_download=force, tqdm_class=bar)
     if info.sha != id.revision:
-        ref = _store(id) / "refs" / id.revision
+        ref = store(id) / "refs" / id.revision
         ref.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(ref, info.sha.encode())
     return _path_of(root, chosen)

@@ -152,8 +152,8 @@ def _windows(checkpoint: Checkpoint, text: str, length: int, windows: int) -> Te
     if len(ids) < windows * length + 1:
         fit = (len(ids) - 1) // length
         raise UsageError(
-            f"the text has {len(ids)} tokens, enough for {fit} windows of {length} tokens, but windows (--windows) is"
-            f" {windows}; use a longer text, or lower one of windows and length (--length)"
+            f"the text has {len(ids)} tokens, enough for {fit} window{'s' * (fit != 1)} of {length} tokens, but windows"
+            f" (--windows) is {windows}; use a longer text, or lower one of windows and length (--length)"
         )
     starts = [(2 * i + 1) * (len(ids) - need) // (2 * windows) for i in range(windows)]
     return torch.stack([torch.cat((start, ids[at : at + need])) for at in starts])

@@ -26,7 +26,7 @@ def model_facts(checkpoint: Checkpoint) -> dict[str, Any]:
     return {
         "path": str(checkpoint.path),
         "format": checkpoint.format,
-        "family": " or ".join(names_of(config)) or "not an official LLaMA size",
+        "family": " or ".join(names_of(config)) or "unknown (no model in configs/ has this shape)",
         **about,
         "parameters": config.n_params,
         **architecture,

@@ -20,7 +20,7 @@ from ..config import ModelConfig
 from ..errors import UsageError
 from ..generate import prompt_chunk
 from ..quant.schemes import pick_scheme, scheme_for
-from ..system.memory import activation_bytes, cache_bytes, logits_bytes
+from ..system.memory import activation_bytes, cache_bytes, free_memory, logits_bytes
 from ..weights import expected_shapes
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -64,12 +64,29 @@ GPUS = {
 }
 
 
-def parse_gpus(text: str, memory: float | None = None, bandwidth: float | None = None) -> tuple[int, GPU]:
-    """'16xH100' -> (16, the GPU). memory, bandwidth: in place of those of the data sheet."""
-    match = re.fullmatch(r"\s*(?:(\d{1,6})\s*[x*]\s*)?([A-Za-z0-9][\w.-]*)\s*", text)
-    if not match:
-        raise UsageError(f"expected GPUs as a number and a name, as in 16xH100, got {text!r:.60}")
-    gpu = GPUS[checks.choice("GPU", match[2].lower(), GPUS)]
+def this_machine() -> tuple[int, GPU]:
+    """The number of CUDA devices and the least free memory of one; without one, the free memory for the CPU."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    rooms = [free_memory(f"cuda:{i}") for i in range(count)] or [free_memory()]
+    free = min(room.bytes if room else 0 for room in rooms)
+    if not free:
+        raise UsageError("the free memory of this machine is not known: add --gpus 1xcpu --gpu-memory GB")
+    if count:
+        return count, GPU(torch.cuda.get_device_name(0), free, 0, "free on this machine")
+    return 1, GPU("cpu", free, 0, f"free on this machine; {torch.get_num_threads()} threads")
+
+
+def parse_gpus(text: str | None, memory: float | None = None, bandwidth: float | None = None) -> tuple[int, GPU]:
+    """'16xH100' -> (16, the GPU); None is this machine. memory, bandwidth: in place of those of the data sheet."""
+    if text is None:
+        count, gpu = this_machine()
+    else:
+        match = re.fullmatch(r"\s*(?:(\d{1,6})\s*[x*]\s*)?([A-Za-z0-9][\w.-]*)\s*", text)
+        if not match:
+            raise UsageError(f"expected GPUs as a number and a name, as in 16xH100, got {text!r:.60}")
+        count, gpu = int(match[1] or 1), GPUS[checks.choice("GPU", match[2].lower(), GPUS)]
     for option, value in (("--gpu-memory", memory), ("--gpu-bandwidth", bandwidth)):
         if value is not None:
             checks.number(option, value, 0, 1e18, above=True)
@@ -77,7 +94,7 @@ def parse_gpus(text: str, memory: float | None = None, bandwidth: float | None =
         gpu = GPU(gpu.name, memory or gpu.memory, bandwidth or gpu.bandwidth, f"{gpu.source}; values from the options")
     if not gpu.memory:
         raise UsageError(f"{gpu.name} has no data sheet: add --gpu-memory")
-    return int(match[1] or 1), gpu
+    return count, gpu
 
 
 def weight_bytes(config: ModelConfig, scheme: str | None, size: int) -> dict[str, float]:

@@ -21,6 +21,14 @@ from .parser import MANY, RARE, Group, HelpAll, Row
 if TYPE_CHECKING:
     from ...loader import LoadOptions
 
+SYNONYMS = {  # an option of llama.cpp, vLLM or Ollama -> the option here with the same meaning
+    **dict.fromkeys(("-hf", "-hfr", "--hf-repo"), "--model"),
+    **dict.fromkeys(("-ngl", "--n-gpu-layers"), "--gpu-layers"),
+    **dict.fromkeys(("-c", "--ctx-size", "--max-model-len"), "--max-seq-len"),
+    **dict.fromkeys(("--max-tokens", "--n-predict", "--predict"), "--max-new-tokens"),
+    **{"-t": "--threads", "-s": "--seed", "--repeat-penalty": "--repetition-penalty", "--lora": "--adapter"},
+    **{"-sys": "--system", "--system-prompt": "--system", "--tensor-parallel-size": "--tensor-parallel"},
+}
 LARGEST_FACTOR = 10_000  # upper limit of --rope-factor
 
 
@@ -54,18 +62,18 @@ ADAPTER = (
 TOKENIZER = (
     "--tokenizer PATH",
     str,
-    "tokenizer.model, tokenizer.json or a folder with one (default: the checkpoint's)",
+    "another tokenizer: tokenizer.model, tokenizer.json or a folder with one (default: the checkpoint's)",
 )
-KV_CACHE = ("--kv-cache", ["model", "int8"], "store keys and values in the model's dtype, or in int8: half the memory")
+KV_CACHE = ("--kv-cache", ["model", "int8"], "dtype of keys and values: the model's, or int8 for half the memory")
 PROMPT = [
-    ("text PROMPT", str, "the prompt; '-' or none: standard input", {"nargs": "?"}),
+    ("text PROMPT", str, "the prompt, followed by standard input (a pipe or a file)", {"nargs": "?"}),
     ("-p --prompt PROMPT", str, "the prompt, as an option instead of an argument", RARE),
     ("-f --file FILE", str, "add a file's text; '-' is standard input; may be repeated (docs/guides/prompts.md)", MANY),
 ]
 LENS = (
     "--lens FILE",
     str,
-    "a Jacobian lens, made by trace --fit-lens or published: a path, or ORG/NAME/FILE on the Hugging Face hub",
+    "a Jacobian lens (of trace --fit-lens, or published): a path, or ORG/NAME/FILE on the Hugging Face hub",
 )
 CHAT = [
     Group("chat format", rare=True),
@@ -101,7 +109,7 @@ EVERY = [  # of every command
 
 
 def checkpoint(about: str) -> list[Row | Group]:
-    """The model of a command that does not run it, as an argument or as --model."""
+    """The model of a command as an argument or as --model."""
     return [
         Group(exclusive=True),
         ("model PATH_OR_NAME", str, about, {"nargs": "?", "default": argparse.SUPPRESS}),
@@ -110,11 +118,12 @@ def checkpoint(about: str) -> list[Row | Group]:
     ]
 
 
-def model(dtype: str | None = None, optional: bool = False) -> list[Row | Group]:
+def model(dtype: str | None = None, optional: bool = False, argument: bool = False) -> list[Row | Group]:
     """The options of a command that runs a model, and the overrides of its RoPE settings.
 
     dtype     the default of --dtype; None for the fastest dtype of the device
     optional  the command also works without a model, so that --model has no default
+    argument  the model may also be given without -m
     """
     default = "" if optional else " (default: %(default)s; CLEARLLAMA_MODEL sets it)"
     path = "folder, .gguf file or ORG/NAME[:QUANT] on the hub; folders are in Meta's or Hugging Face's format"
@@ -123,9 +132,11 @@ def model(dtype: str | None = None, optional: bool = False) -> list[Row | Group]
         "linear, ntk, dynamic, yarn or llama3, each with --rope-factor; none, to remove the checkpoint's scaling; or"
         ' all parameters as JSON, such as {"rope_type": "yarn", "factor": 4, "beta_fast": 16}'
     )
+    named = ("-m --model PATH_OR_NAME", str, path + default, {"default": None if optional else default_model()})
     return [
+        *(checkpoint(path) if argument else []),
         Group("model"),
-        ("-m --model PATH_OR_NAME", str, path + default, {"default": None if optional else default_model()}),
+        *([] if argument else [named]),
         ("--device DEVICE", str, "cpu, mps, cuda, or cuda:0,cuda:1", {"default": "auto"}),
         ("--dtype DTYPE", str, dtypes, {"default": dtype or "auto"}),
         ("--quantize SCHEME", str, "int8 or int4; clearllama quantize --list shows more"),
@@ -146,7 +157,7 @@ def model(dtype: str | None = None, optional: bool = False) -> list[Row | Group]
     ]
 
 
-def generation(max_new_tokens: int, fallback: str) -> list[Row | Group]:
+def generation(max_new_tokens: int, fallback: str, argument: bool = False) -> list[Row | Group]:
     """All options of a command that generates: also of sampling, sessions, drafts, steering and several processes.
 
     A sampling option that is not set is None: the checkpoint's default or the fallback applies.
@@ -168,7 +179,7 @@ def generation(max_new_tokens: int, fallback: str) -> list[Row | Group]:
         " (docs/guides/several-devices.md)"
     )
     return [
-        *model(),
+        *model(argument=argument),
         Group("sampling", f"defaults: those of the checkpoint's generation_config.json, else {fallback}"),
         ("-n --max-new-tokens N", int, about["max_new_tokens"], {"default": max_new_tokens}),
         ("--temperature --temp X", *numbers.pop("temperature")[1:]),

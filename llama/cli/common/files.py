@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import os
 import re
+import select
 import stat
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from ...system.temporary import check_writable, write_atomically
 from . import terminal
 
 LARGEST_INPUT = 2**28  # bytes read from standard input, which may be endless
+PATIENCE = 1.0  # seconds until a line says that the command waits for a pipe
 
 
 def write_file(path: Path, text: str) -> None:
@@ -49,15 +51,37 @@ def read_text(path: Path) -> str:
         raise UsageError(f"{path}: {error.strerror or error}{hint}") from None
 
 
-def _read_stdin() -> str:
+def _read_stdin(required: bool = True) -> str:
     if sys.stdin is None:
         raise UsageError("standard input is closed; pass the text as an argument")
     data = sys.stdin.buffer.read(LARGEST_INPUT + 1)
     if len(data) > LARGEST_INPUT:
         raise UsageError(f"standard input has more than {LARGEST_INPUT >> 20} MiB or is endless; use a file")
-    if not data:
+    if required and not data:
         raise UsageError("standard input is empty; pass the text as an argument")
     return decode(data, "standard input")
+
+
+def _read_piped() -> str:
+    """What a pipe, or a file from its beginning, has as standard input; '' for others. A line on stderr says so.
+
+    A file of which a part was read before belongs to a shell's loop around this command.
+    """
+    text = ""
+    with contextlib.suppress(OSError):  # standard input is closed
+        about = os.fstat(0)
+        if stat.S_ISFIFO(about.st_mode):
+            if os.name == "posix" and not select.select([0], [], [], PATIENCE)[0]:
+                terminal.info("waiting for standard input, a pipe; < /dev/null leaves it out")
+            text = _read_stdin(required=False)
+        elif stat.S_ISREG(about.st_mode) and (at := os.lseek(0, 0, os.SEEK_CUR)) < about.st_size:
+            if at:
+                terminal.info("standard input is not part of the prompt, since a part of the file was read before")
+            else:
+                text = _read_stdin(required=False)
+    if text:
+        terminal.info(f"standard input ({len(text):,} characters) ends the prompt; < /dev/null leaves it out")
+    return text
 
 
 def decode(data: bytes, source: str) -> str:
@@ -70,8 +94,9 @@ def decode(data: bytes, source: str) -> str:
 
 
 def read_prompt(args: argparse.Namespace) -> str:
-    """The parts of a prompt, separated by blank lines: an argument or --prompt, then files; '-' is standard input.
+    """The parts of a prompt, separated by blank lines: an argument or --prompt, files, standard input.
 
+    Standard input comes last if it is a pipe or a file, or at the place of '-'.
     One line end at the end of each part is dropped, since editors and `echo` add it: \\n or \\r\\n.
 
     Raises UsageError if there is none, rather than wait at a terminal.
@@ -84,11 +109,9 @@ def read_prompt(args: argparse.Namespace) -> str:
         if sys.stdin is not None and sys.stdin.isatty():
             raise UsageError(f'no prompt: run clearllama {args.command} "your text", or clearllama chat')
         given = "-"
-    if "-" not in (given, *files):
-        with contextlib.suppress(OSError):  # standard input is closed
-            if stat.S_ISFIFO(os.fstat(0).st_mode):
-                terminal.info("standard input is not part of the prompt; to read it, add -f -")
     parts = [read_text(Path(name)) for name in (["-", *files] if given == "-" else files)]
+    if "-" not in (given, *files) and sys.stdin is not None:
+        parts.append(_read_piped())
     if given is not None and os.path.isfile(given):
         hint = "--file reads the file of this name, -m loads a model"
         terminal.info(f"the prompt is the text {given!r:.80}; {hint}")

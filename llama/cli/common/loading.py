@@ -152,11 +152,12 @@ def set_chat_form(args: argparse.Namespace, llm: Llama) -> None:
 def pick_form(args: argparse.Namespace, llm: Llama) -> bool:
     """`set_chat_form`. Returns whether prompts are continued as plain text; then no option may need a chat."""
     from ...chat.formats import says_chat
+    from ...hub.repository import hub_id
 
     set_chat_form(args, llm)
     raw: bool = args.raw
     if args.chat_format == "auto" and llm.chat_template is None:
-        raw = raw or llm.chat_format is None or not says_chat(args.model)
+        raw = raw or llm.chat_format is None or not says_chat(str(hub_id(args.model) or args.model))
     for name in ("system", "template_option") if raw else ():
         if getattr(args, name, None):  # `steer` has no --system
             why = why_raw(args, llm)
@@ -172,9 +173,11 @@ def why_raw(args: argparse.Namespace, llm: Llama) -> str:
 
 
 def model_name(path_or_name: str) -> str:
-    """A short name of a model: the last part of its path, or the name that was given."""
+    """A short name of a model: the last part of its path, ORG/NAME on the hub, or the name that was given."""
+    from ...hub.repository import hub_id
+
     path = Path(path_or_name)
-    return path.resolve().name if path.exists() else path_or_name
+    return path.resolve().name if path.exists() else str(hub_id(path_or_name) or path_or_name)
 
 
 def read_lens(args: argparse.Namespace, model: Transformer) -> JacobianLens | None:

@@ -66,10 +66,10 @@ class Formatter(argparse.HelpFormatter):
 
 
 class Brief(Formatter):
-    """Help with one line for an option: its text up to the first semicolon or parenthesis, if all does not fit."""
+    """Help with one line for an option: its text up to the first of ;:( if all does not fit."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
-        text = text if len(text) <= width else re.split(r"[;(]", text)[0]
+        text = text if len(text) <= width else re.split(r"[;(]|: ", text)[0]
         return [textwrap.shorten(text, width, placeholder=" ...")]
 
 
@@ -89,6 +89,15 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **settings: Any):
         super().__init__(**settings, allow_abbrev=False)
 
+    def _parse_optional(self, word: str) -> Any:
+        """As in argparse, but -NAME is --NAME, and -hNAME is not -h."""
+        name, known = word.partition("=")[0], self._option_string_actions
+        if word[:1] == "-" and f"-{name}" in known:
+            word = f"-{word}"
+        elif re.match("-h.", name) and name not in known and self._subparsers is None:
+            self.error(f"unrecognized arguments: {word:.80}; -h or --help shows the help")
+        return super()._parse_optional(word)
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {terminal.one_line(message)} (see {self.prog} --help)\n")
 
@@ -99,6 +108,7 @@ class Parser(argparse.ArgumentParser):
         formatter.add_usage(None, needed, [])
         formatter.add_text(self.description if all else first_sentence(self.description))
         common = [action for action in self._actions if action.dest != "help" and not getattr(action, "rare", False)]
+        common.sort(key=lambda action: bool(action.option_strings))  # arguments first
         groups = [(group.title, group.description, group._group_actions) for group in self._action_groups]
         for title, about, actions in groups if all else [(None, None, common)]:
             formatter.start_section(title)

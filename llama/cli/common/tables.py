@@ -40,5 +40,6 @@ def report(findings: Iterable[Finding], as_json: bool, facts: dict[str, Any]) ->
         shown = ", ".join(
             f"{counts[x]} {x.replace('fail', 'FAILED')}" for x in ("fail", "ok", "warn", "note") if counts[x]
         )
-        terminal.write(f"{shown}\n" if counts["fail"] else f"nothing failed: {shown}\n")
+        passed = "no damage found, but not all could be checked" if counts["warn"] else "all checks passed"
+        terminal.write(f"{shown}\n" if counts["fail"] else f"{passed}: {shown}\n")
     return 1 if counts["fail"] else 0

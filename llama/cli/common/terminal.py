@@ -44,6 +44,20 @@ def write_stderr(text: str) -> None:
 
 
 @contextlib.contextmanager
+def note(text: str) -> Iterator[None]:
+    """Show a text on stderr while the block runs, if stderr is a terminal and the log is shown."""
+
+    def show(text: str) -> None:
+        if LOG.isEnabledFor(logging.INFO) and sys.stderr.isatty():
+            with contextlib.suppress(OSError):
+                print(text, end="\r", file=sys.stderr, flush=True)
+
+    show(text)
+    yield
+    show(" " * len(text))
+
+
+@contextlib.contextmanager
 def progress(unit: str, **settings: Any) -> Iterator[Progress]:
     """Yield a function that draws a bar on stderr for each `what`, if stderr is a terminal and the log is shown.
 
