@@ -330,20 +330,21 @@ def signature(value: Callable[..., Any], name: str) -> str:
 
 
 def entry(value: Any, prefix: str, options: str) -> str:
-    """An object of the API, with the names of the methods and properties that its class defines and documents."""
+    """An object of the API, with the methods and properties that its class defines and documents."""
     name = value.__name__
     if name not in (*llama.__all__, *inside.__all__):
         prefix = "llama.text." if name in text.__all__ else f"{value.__module__}."
     call = f"{prefix}{name}" if inspect.isabstract(value) else signature(value, f"{prefix}{name}")
     kinds = types.FunctionType | classmethod | staticmethod | property
-    members = [
-        f"`{member}{'' if isinstance(found, property) else '()'}`"
-        for member, found in (value.__dict__.items() if isinstance(value, type) else ())
-        if not member.startswith("_") and found.__doc__ and isinstance(found, kinds)
-    ]
+    members = []
+    for member, found in value.__dict__.items() if isinstance(value, type) else ():
+        if not member.startswith("_") and found.__doc__ and isinstance(found, kinds):
+            call_of = member if isinstance(found, property) else signature(getattr(value, member), member)
+            first = " ".join(re.split(r"\n\s*\n", inspect.getdoc(found) or "")[0].split())
+            members.append(f"- `{call_of}`: {say(first)}")
     heading = f"class {name}" if isinstance(value, type) else name
     parts = [f"### {heading}", f"`{call}`", docstring(value, options)]
-    return "\n\n".join([*parts, f"Members: {', '.join(members)}"] if members else parts)
+    return "\n\n".join([*parts, "Members:", "\n".join(members)] if members else parts)
 
 
 def python(options: str) -> str:
