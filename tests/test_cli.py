@@ -333,7 +333,7 @@ def test_the_bare_command_greets_with_examples(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("generate hi --top_p 0.9", "unrecognized arguments: --top_p 0.9; did you mean --top-p?"),
+        ("generate hi --topp 0.9", "unrecognized arguments: --topp; did you mean --top-p?"),
         ("generate hi --max-new-token 5", "did you mean --max-new-tokens?"),
         ("generate What is RoPE", 'unrecognized arguments: is RoPE; put the prompt in quotes: "What is RoPE"'),
         ("chat m Hello", "unrecognized arguments: Hello; type messages in the chat"),
@@ -341,8 +341,12 @@ def test_the_bare_command_greets_with_examples(capsys: pytest.CaptureFixture[str
         ("generate -m x hello README.md", 'README.md; put the prompt in quotes: "hello README.md"'),
         ("-m x generate hi", "expected a command first, as in clearllama generate TEXT, got '-m'"),
         ("genrate hi", "got 'genrate'; did you mean generate?"),
-        ("generate hi -hello", "unrecognized arguments: -hello; -h or --help shows the help"),
-        ("doctor -ngl 99", "-ngl 99; it is --gpu-layers of other commands, which doctor does not have"),
+        ("generate hi -hello", "unrecognized arguments: -hello (see"),
+        ("generate hi -fa on", "unrecognized arguments: -fa; it is not needed here; leave it out"),
+        ("generate hi -cnv", "unrecognized arguments: -cnv; use clearllama chat"),
+        ("generate hi -b5", "unrecognized arguments: -b5"),
+        ("serve -m x --tensor-parallel-size 2", "it is --tensor-parallel of other commands, which serve does not have"),
+        ("doctor -ngl 99", "-ngl; it is --gpu-layers of other commands, which doctor does not have"),
         ("-hf x/y", "expected a command first, as in clearllama generate TEXT, got '-hf' (see"),
         ("ps", "ps: no model stays loaded between commands"),
         ("frobnicate", "got 'frobnicate' (see clearllama --help)"),

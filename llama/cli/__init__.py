@@ -71,15 +71,14 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
             parser.error(f"{first}: {RESIDENT}")
         near = _similar(first, [*COMMANDS, "--help", "--version"])
         parser.error(f"expected a command first, as in clearllama generate TEXT, got {first!r:.80}{near}")
+    command.hint = lambda name: _hint(name, first, command)
+    for word in words[: words.index("--") if "--" in words else None]:
+        if word in arguments.ANSWERS and word not in command._option_string_actions:
+            command.error(f"unrecognized arguments: {word}{command.hint(word)}")
     args, rest = parser.parse_known_args(words)
     if rest:
-        option = next((word.partition("=")[0] for word in rest if word.startswith("-")), "")
         path = next(filter(os.path.exists, words[1:]), None)
-        if option:
-            hint = _similar(option, command._option_string_actions)
-            if name := arguments.SYNONYMS.get(option):
-                hint = f"; it is {name} of other commands, which {first} does not have"
-        elif path and "--model" in command._option_string_actions and args.model == command.get_default("model"):
+        if path and "--model" in command._option_string_actions and args.model == command.get_default("model"):
             hint = f"; to use a model, add -m: -m {path}"
         elif "prompt" in args:
             prompt = " ".join([args.text or args.prompt or "", *rest])
@@ -88,6 +87,15 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
             hint = "; type messages in the chat, or use clearllama generate TEXT -m MODEL" if first == "chat" else ""
         command.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     return args
+
+
+def _hint(option: str, command: str, parser: Parser) -> str:
+    """What to say of an unknown option of a command."""
+    if name := arguments.SYNONYMS.get(option):
+        return f"; it is {name} of other commands, which {command} does not have"
+    if answer := arguments.ANSWERS.get(option):
+        return f"; {answer}"
+    return _similar(option, parser._option_string_actions)
 
 
 def _similar(name: str, known: Iterable[str]) -> str:

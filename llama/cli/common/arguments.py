@@ -28,6 +28,13 @@ SYNONYMS = {  # an option of llama.cpp, vLLM or Ollama -> the option here with t
     **dict.fromkeys(("--max-tokens", "--n-predict", "--predict"), "--max-new-tokens"),
     **{"-t": "--threads", "-s": "--seed", "--repeat-penalty": "--repetition-penalty", "--lora": "--adapter"},
     **{"-sys": "--system", "--system-prompt": "--system", "--tensor-parallel-size": "--tensor-parallel"},
+    **{"-np": "--parallel", "--served-model-name": "--name", "-a": "--alias", "--grammar-file": "--grammar"},
+}
+UNNEEDED = "-fa --flash-attn --mlock --no-mmap --jinja --color -b --batch-size -ub --ubatch-size -nkvo --stream"
+ANSWERS = {  # an option of llama.cpp, vLLM or Ollama without a counterpart -> what to do
+    **dict.fromkeys(UNNEEDED.split(), "it is not needed here; leave it out"),
+    **dict.fromkeys(("-cnv", "--conversation", "-i", "--interactive"), "use clearllama chat"),
+    **dict.fromkeys(("-no-cnv", "--no-conversation"), "use --raw"),
 }
 LARGEST_FACTOR = 10_000  # upper limit of --rope-factor
 

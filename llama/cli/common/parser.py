@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, NoReturn
 
 from . import terminal
@@ -85,17 +85,25 @@ class Parser(argparse.ArgumentParser):
     """argparse with usage errors on one line, without abbreviations of options, and with a help of one screen."""
 
     commands: dict[str, Parser]  # of the main parser
+    hint: Callable[[str], str] = staticmethod(lambda name: "")  # what to say of an unknown option
 
     def __init__(self, **settings: Any):
         super().__init__(**settings, allow_abbrev=False)
 
     def _parse_optional(self, word: str) -> Any:
-        """As in argparse, but -NAME is --NAME, and -hNAME is not -h."""
+        """As in argparse, but -NAME is --NAME and --A_B is --A-B, and an unknown option ends the run.
+
+        -n5 is -n 5 and -qn 5 is -q -n 5, but -cnv is not -c nv, which is no integer, and -hf is no help.
+        """
         name, known = word.partition("=")[0], self._option_string_actions
-        if word[:1] == "-" and f"-{name}" in known:
-            word = f"-{word}"
-        elif re.match("-h.", name) and name not in known and self._subparsers is None:
-            self.error(f"unrecognized arguments: {word:.80}; -h or --help shows the help")
+        for spelled in (f"-{name}", name.replace("_", "-")):
+            if word[:1] == "-" and name not in known and spelled in known:
+                return super()._parse_optional(spelled + word[len(name) :])
+        short = known.get(name[:2])
+        glued = short is not None and short.dest != "help" and (short.type is not int or not name[2:3].isalpha())
+        named = re.match("--?[A-Za-z]", word) and " " not in word
+        if self._subparsers is None and named and name not in known and not glued:
+            self.error(f"unrecognized arguments: {name:.80}{self.hint(name)}")
         return super()._parse_optional(word)
 
     def error(self, message: str) -> NoReturn:
