@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import getpass
 import importlib.metadata
 import json
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +16,7 @@ import torch
 from packaging.requirements import Requirement
 
 from llama import __version__
+from llama.cli import doctor as command
 from llama.engine import kernels
 from llama.tools import doctor, selftest
 from llama.tools.doctor import Finding
@@ -24,6 +27,14 @@ from .patience import PATIENCE
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).resolve().parent.parent
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+def test_a_report_has_no_name_of_the_user_or_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "home", lambda: Path("/home/ann"))
+    monkeypatch.setattr(getpass, "getuser", lambda: "ann")
+    monkeypatch.setattr(platform, "node", lambda: "anns-pc")
+    text = "built: /home/ann/.cache/x.so by ann on anns-pc; annotated /data/ann/y"
+    assert command.anonymous(text) == "built: ~/.cache/x.so by USER on HOST; annotated /data/USER/y"
 
 
 # ------------------------------------------------------------------------------------------------------- facts
