@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import getpass
 import importlib.metadata
 import json
@@ -18,6 +19,7 @@ from packaging.requirements import Requirement
 from llama import __version__
 from llama.cli import doctor as command
 from llama.engine import kernels
+from llama.generate import generate
 from llama.tools import doctor, selftest
 from llama.tools.doctor import Finding
 
@@ -79,7 +81,8 @@ def results() -> dict[str, str]:
 
 def test_the_library_passes() -> None:
     assert set(results().values()) <= {"ok", "note"}
-    assert len(results()) == len(selftest.WAYS) * (2 if torch.cuda.is_available() else 1)
+    on_gpu = len(selftest.WAYS) + len(selftest.CHECKS) if torch.cuda.is_available() else 0
+    assert len(results()) == len(selftest.WAYS) + on_gpu
 
 
 @pytest.mark.skipif(not kernels.ready(), reason="needs the C++ kernels")
@@ -88,6 +91,27 @@ def test_wrong_products_of_the_kernels_fail(factor: float, monkeypatch: pytest.M
     product = kernels.linear_tiles
     monkeypatch.setattr(kernels, "linear_tiles", lambda *args: product(*args) * factor)
     assert {name for name, status in results().items() if status == "fail"} >= {"int8 on cpu"}
+
+
+def test_the_checks_of_an_accelerator_with_the_cpu_in_its_place(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What a planted fault makes fail, with what works without it."""
+    monkeypatch.setattr(selftest, "LARGE", dataclasses.replace(selftest.CONFIG, max_seq_len=1024))
+    selftest.write_model(tmp_path)
+    cpu = torch.device("cpu")
+
+    def found() -> dict[str, Finding]:
+        with torch.inference_mode():
+            return {one.item: one for one in selftest.accelerator(str(tmp_path), cpu)}
+
+    assert {one.status for one in found().values()} == {"ok"}
+    assert [*found()] == ["batch on cpu", "draft on cpu", "speed on cpu"]  # only CUDA compiles
+    assert selftest.check_compile(str(tmp_path), cpu) == "gives the logits of the plain step"
+    monkeypatch.setattr(selftest, "speculate", lambda model, prompt, *_: generate(model, prompt[1:], *_[:1]))
+    monkeypatch.setattr(selftest, "measure", lambda *_, **__: 1 / 0)
+    failed = {name: one.remedy for name, one in found().items() if one.status == "fail"}
+    assert failed == {"draft on cpu": "use no --draft", "speed on cpu": "use a smaller model, or --device cpu"}
 
 
 # ---------------------------------------------------------------------------------------- probes that crash or hang

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,14 @@ from ..checkpoint.write import Model
 from ..config import ModelConfig
 from ..engine import kernels
 from ..engine.runtime import pick_device
+from ..errors import LlamaError
+from ..generate import generate
+from ..generation.batch import Batch, Request, TokenEvent
+from ..generation.speculative import NGramDraft, speculate
+from ..model import Transformer
+from ..sampling import SamplingParams
 from ..weights import expected_shapes
+from .benchmark import measure
 from .doctor import Finding, failure
 
 REPORT = "don't trust text generated here; reinstall torch and clearllama, try CLEARLLAMA_KERNELS=off, report it"
@@ -29,6 +37,13 @@ WAYS: dict[str, tuple[dict[str, Any], float]] = {
     "int8": ({"dtype": "float32", "quantize": "int8"}, 0.06),
     "int4": ({"dtype": "float32", "quantize": "int4"}, 0.06),
 }
+PROMPTS = [[5, 3, 2, 9, 1, 4, 4, 8], [2, 9, 1, 4, 4, 8], [5, 3, 2, 9, 1, 4, 4, 8, 7, 7]]
+LARGE = ModelConfig(2048, 16, 32, 8, 64, 8192, vocab_size=128256, max_seq_len=1024, tie_embeddings=True)
+# what works although a check failed
+WITHOUT = {"float32": "use --device cpu", "bfloat16": "use --dtype float16 or float32, or --device cpu"}
+WITHOUT |= dict.fromkeys(("int8", "int4"), "use the model without --quantize, or --device cpu")
+WITHOUT |= {"batch": "use --batch-size 1, and --parallel 1 in serve", "draft": "use no --draft"}
+WITHOUT |= {"compile": "use no --compile", "speed": "use a smaller model, or --device cpu"}
 
 
 def selftest() -> Iterator[Finding]:
@@ -44,7 +59,75 @@ def selftest() -> Iterator[Finding]:
             try:
                 yield check_way(item, folder, tokens, device, *way)
             except Exception as error:
-                yield failure("self-test", item, error)
+                yield failure("self-test", item, error)._replace(remedy=WITHOUT.get(name, "") or REPORT)
+        if (device := pick_device()).type != "cpu":
+            yield from accelerator(folder, device)
+
+
+def accelerator(folder: str, device: torch.device) -> Iterator[Finding]:
+    """Findings about what only a run on an accelerator shows: batches, drafts, the compiled step, and the speed."""
+    for name, check in CHECKS.items():
+        item = f"{name} on {device}"
+        if name == "compile" and device.type != "cuda":
+            continue
+        try:
+            yield Finding("ok", "self-test", item, check(folder, device))
+        except Exception as error:
+            yield failure("self-test", item, error)._replace(remedy=WITHOUT[name])
+
+
+def check_batch(folder: str, device: torch.device) -> str:
+    """Three prompts in a batch of two give the tokens of single runs, in float32."""
+    model, params = loader.load_model(folder, device, "float32", fast=True), SamplingParams(max_new_tokens=24)
+    found: list[list[int]] = [[] for _ in PROMPTS]
+    for event in Batch(model, [Request(prompt, params) for prompt in PROMPTS], slots=2):
+        if isinstance(event, TokenEvent):
+            found[event.number].append(event.token.id)
+    return _same(found, [[token.id for token in generate(model, prompt, params)] for prompt in PROMPTS])
+
+
+def check_draft(folder: str, device: torch.device) -> str:
+    """A draft does not change the tokens, in float32."""
+    model, params = loader.load_model(folder, device, "float32", fast=True), SamplingParams(max_new_tokens=24)
+    found = [[token.id for token in speculate(model, prompt, params, NGramDraft())] for prompt in PROMPTS]
+    return _same(found, [[token.id for token in generate(model, prompt, params)] for prompt in PROMPTS])
+
+
+def _same(found: object, expected: object) -> str:
+    if found != expected:
+        raise LlamaError("the tokens differ from those of single runs")
+    return "gives the tokens of single runs"
+
+
+def check_compile(folder: str, device: torch.device) -> str:
+    """The compiled step gives the logits of the plain one, in bfloat16."""
+    compiled, plain = (loader.load_model(folder, device, "bfloat16", compile=on, fast=True) for on in (True, False))
+    caches = [model.new_cache(64, fixed=True) for model in (compiled, plain)]
+    for part in ([*range(8)], [8], [9], [10]):
+        ids = torch.tensor([part], device=device)  # (1, T)
+        found, expected = (net(ids, cache=cache) for net, cache in zip((compiled, plain), caches, strict=True))
+        error = float((found - expected).abs().max() / expected.abs().max())
+        if not error <= 0.04:
+            raise LlamaError(f"its logits differ by {error:.0e} from those of the plain step, expected at most 0.04")
+    return "gives the logits of the plain step"
+
+
+def check_speed(folder: str, device: torch.device) -> str:
+    """The bandwidth of reading a tensor, and the speed of a model with the shape of Llama 3.2 1B."""
+    x = torch.ones(2**26, device=device)  # 268 MB
+    float(x.sum())
+    started = time.perf_counter()
+    for _ in range(10):
+        total = x.sum()
+    float(total)  # waits for the device
+    bandwidth = 10 * x.nbytes / (time.perf_counter() - started)
+    with torch.device(device):
+        model = Transformer(LARGE, rope="real", attention="sdpa").to(torch.bfloat16)
+    tokens = measure(model, 512, 64, reps=2)
+    return f"reads {bandwidth / 1e9:,.0f} GB/s; 1B in bfloat16, random weights: {tokens['decode_tps']} tokens/s"
+
+
+CHECKS = {"batch": check_batch, "draft": check_draft, "compile": check_compile, "speed": check_speed}
 
 
 def check_way(
