@@ -52,6 +52,8 @@ def standard(body: Mapping[str, Any], strict: bool = False) -> tuple[dict[str, A
     ignored = [name for name in names if name in body]
     if not strict:
         ignored += [name for name, value in NEUTRAL.items() if name in body and _same(body[name], value)]
+        if "repeat_last_n" in body and _same(body.get("repeat_penalty", 1), 1):  # the tokens that a penalty counts
+            ignored.append("repeat_last_n")
         for name in SYNONYMS.keys() & body.keys():
             _move(body, name, body, SYNONYMS[name])
         if guided := GUIDED.keys() & body.keys():

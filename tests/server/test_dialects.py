@@ -58,6 +58,14 @@ def test_a_field_that_selects_or_constrains_is_refused(name: str, tiny_llm: Llam
         options(tiny_llm, **{name: [1]})
 
 
+def test_what_a_penalty_counts_matters_only_with_a_penalty(tiny_llm: Llama) -> None:
+    for fields in ({}, {"repeat_penalty": 1}, {"repeat_penalty": 1.0}):
+        assert standard({"repeat_last_n": 64, **fields})[1] == ["repeat_last_n"]
+        assert options(tiny_llm, repeat_last_n=64, **fields) == options(tiny_llm, **fields)
+    with pytest.raises(UsageError, match="unknown key 'repeat_last_n'"):
+        options(tiny_llm, repeat_last_n=64, repeat_penalty=1.1)
+
+
 def test_synonyms_act(tiny_llm: Llama) -> None:
     assert options(tiny_llm, repeat_penalty=1.3) == options(tiny_llm, repetition_penalty=1.3) != options(tiny_llm)
     body, _ = standard({"prompt": "a", "n_predict": 3})
