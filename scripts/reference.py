@@ -94,7 +94,8 @@ MODELS = """# Which RoPE does my model use?
 
 {note}
 `clearllama inspect PATH_OR_NAME` prints the settings of your file, which may differ from its family's. The first table
-has the models whose configuration this repository contains; models in one row have the same RoPE.
+has the models whose settings this repository contains (`configs/NAME.json`), also for `clearllama plan NAME`; models in
+one row have the same RoPE.
 
 - **Base** is `rope_theta`, and the *trained length* is that of the unscaled frequencies.
 - **Context** is the number of tokens that the model may use, with the scaling in brackets if it has one.

@@ -150,7 +150,7 @@ def test_the_report_has_the_facts_of_the_json(capsys: pytest.CaptureFixture[str]
         assert bool(re.search(r"^fits +yes", out, re.MULTILINE)) == facts["fits"] == (code == 0)
         for other in facts["alternatives"]:
             assert other["fits"] == (other["largest_context"] >= facts["context"])
-            assert f"\n{other['quantize'] or facts['dtype']}" in out
+            assert f"\n{other['quantize'] or facts['stored']}" in out
         memory = facts["memory"]
         parts = ("weights", "kv_cache", "activations", "reserve")
         assert memory["total"] == pytest.approx(sum(memory[part] for part in parts), abs=4)

@@ -1,8 +1,9 @@
 """Check this machine and run a self-test.
 
 Show the versions of the dependencies and the C++ kernels, and run a small random model in each way that this machine
-runs models. On a GPU, also run batches, drafts and the compiled step, and measure the speed. Each line is ok, note (it works, but slower or without a feature) or FAIL, with a remedy. No network is
-used. Exit code 1 if a check failed.
+runs models. On a GPU, also run batches, drafts and the compiled step, and measure the speed. Each
+line is ok, note (it works, but slower or without a feature) or FAIL, with a remedy. No network is used. Exit code 1 if
+a check failed.
 """
 
 from __future__ import annotations

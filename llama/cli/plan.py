@@ -76,7 +76,14 @@ def run(args: argparse.Namespace) -> int:
     kind = args.quantize if args.quantize or args.dtype or AS_STORED not in sizes else AS_STORED
     context = min(config.max_seq_len, 8192) if args.context is None else args.context
     request = plan.Run(config, sizes[kind], args.batch, context, count, size, args.kv_cache)
-    facts = {"model": name, "dtype": dtype, "quantize": kind, **plan.plan(request, gpu, sizes)}
+    held = "bfloat16" if weight_size < size else dtype
+    facts: dict[str, Any] = {
+        "model": name,
+        "dtype": dtype,
+        "stored": stored,
+        "quantize": kind,
+        **plan.plan(request, gpu, sizes),
+    }
     terminal.show(args, facts, text(facts))
     return 0 if facts["fits"] else 1
 
@@ -105,6 +112,7 @@ def text(facts: dict[str, Any]) -> str:
     gpu, dtype, decode = facts["gpu"], facts["dtype"], facts["decode"]
     size = {name.replace("_", " "): f"{count / 1e9:.2f}" for name, count in facts["memory"].items()}
     total, of = size.pop("total"), size.pop("of")
+    compute = "" if facts["stored"] == dtype else f", {dtype} compute"
     keys = dtype if facts["kv_cache"] == "model" else facts["kv_cache"]
     shape = "{batch:,} x {context:,}".format(**facts)
     each = "" if gpu["name"] == "cpu" else " on each GPU"
@@ -117,7 +125,7 @@ def text(facts: dict[str, Any]) -> str:
     rows = [
         ("model", f"{facts['model']}: {facts['parameters']:,} parameters, context {facts['max_seq_len']:,}"),
         ("run", f"{shape} tokens on {facts['gpus']} x {gpu['name']}, {of} GB ({gpu['source']})"),
-        ("weights", f"{facts['quantize'] or dtype}; keys and values {keys}"),
+        ("weights", f"{facts['quantize'] or facts['stored']}{compute}; keys and values {keys}"),
         ("memory", f"{total} GB{each}: {', '.join(f'{name} {part}' for name, part in size.items())}"),
         ("fits", fits),
         ("speed", speed),
@@ -125,5 +133,5 @@ def text(facts: dict[str, Any]) -> str:
     for other in facts["alternatives"]:
         most = other["largest_context"]
         longest = f"fits up to {most:,} tokens" if most else "does not fit"
-        rows.append((other["quantize"] or dtype, f"{other['per_gpu'] / 1e9:.2f} GB{each}, {longest}"))
+        rows.append((other["quantize"] or facts["stored"], f"{other['per_gpu'] / 1e9:.2f} GB{each}, {longest}"))
     return tables.table(rows)
