@@ -72,9 +72,11 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         near = _similar(first, [*COMMANDS, "--help", "--version"])
         parser.error(f"expected a command first, as in clearllama generate TEXT, got {first!r:.80}{near}")
     command.hint = lambda name: _hint(name, first, command)
-    for word in words[: words.index("--") if "--" in words else None]:
-        if word in arguments.ANSWERS and word not in command._option_string_actions:
-            command.error(f"unrecognized arguments: {word}{command.hint(word)}")
+    given = words[: words.index("--") if "--" in words else None]
+    answered = [word for word in given if word in arguments.ANSWERS.keys() - command._option_string_actions.keys()]
+    if answered:
+        same = [word for word in answered if command.hint(word) == command.hint(answered[0])]
+        command.error(f"unrecognized arguments: {', '.join(same)}{command.hint(answered[0])}")
     args, rest = parser.parse_known_args(words)
     if rest:
         path = next(filter(os.path.exists, words[1:]), None)

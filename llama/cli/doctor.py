@@ -19,7 +19,7 @@ from .common import tables
 
 OPTIONS = [
     ("--no-self-test", bool, "show versions and kernels only"),
-    ("--report", bool, "replace your home folder, user name and host name in the output, for a bug report"),
+    ("--report", bool, "leave out your names and home folder, for a bug report"),
     ("--json", bool, "write one JSON object: clearllama, ok, findings"),
 ]
 NEEDS_TORCH = False  # it is imported in another process, since that may fail

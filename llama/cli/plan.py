@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     facts: dict[str, Any] = {
         "model": name,
         "dtype": dtype,
-        "stored": stored,
+        "stored": held,
         "quantize": kind,
         **plan.plan(request, gpu, sizes),
     }

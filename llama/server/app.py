@@ -317,5 +317,5 @@ def one_value(app: ASGIApp) -> ASGIApp:
 
 async def _no_endpoint(request: Request, raised: Exception) -> Response:
     status, headers = getattr(raised, "status_code", 404), getattr(raised, "headers", None) or {}
-    wrong = f"use {headers['Allow']}" if "Allow" in headers else "no such endpoint"
+    wrong = f"use {headers['Allow']}" if "Allow" in headers else "no such endpoint; the API is at /v1"
     return refusal(HTTPException(status, f"{request.method} {request.scope['path']!r:.80}: {wrong}", headers), EVENTS)

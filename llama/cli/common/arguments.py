@@ -29,12 +29,17 @@ SYNONYMS = {  # an option of llama.cpp, vLLM or Ollama -> the option here with t
     **{"-t": "--threads", "-s": "--seed", "--repeat-penalty": "--repetition-penalty", "--lora": "--adapter"},
     **{"-sys": "--system", "--system-prompt": "--system", "--tensor-parallel-size": "--tensor-parallel"},
     **{"-np": "--parallel", "--served-model-name": "--name", "-a": "--alias", "--grammar-file": "--grammar"},
+    **{"-md": "--draft", "--num-ctx": "--max-seq-len", "--rope-freq-base": "--rope-theta", "-r": "--stop"},
 }
-UNNEEDED = "-fa --flash-attn --mlock --no-mmap --jinja --color -b --batch-size -ub --ubatch-size -nkvo --stream"
+UNNEEDED = (
+    "-fa --flash-attn --mlock --no-mmap --jinja --color -b -ub --ubatch-size --stream -e --no-display-prompt"
+)
 ANSWERS = {  # an option of llama.cpp, vLLM or Ollama without a counterpart -> what to do
-    **dict.fromkeys(UNNEEDED.split(), "it is not needed here; leave it out"),
+    **dict.fromkeys(UNNEEDED.split(), "not needed here; leave this out"),
     **dict.fromkeys(("-cnv", "--conversation", "-i", "--interactive"), "use clearllama chat"),
     **dict.fromkeys(("-no-cnv", "--no-conversation"), "use --raw"),
+    **dict.fromkeys(("-ctk", "-ctv", "--cache-type-k", "--cache-type-v"), "use --kv-cache int8"),
+    **{"--format": "use --json-schema FILE", "--repeat-last-n": "a penalty counts all tokens", "-st": "use generate"},
 }
 LARGEST_FACTOR = 10_000  # upper limit of --rope-factor
 
