@@ -31,9 +31,7 @@ SYNONYMS = {  # an option of llama.cpp, vLLM or Ollama -> the option here with t
     **{"-np": "--parallel", "--served-model-name": "--name", "-a": "--alias", "--grammar-file": "--grammar"},
     **{"-md": "--draft", "--num-ctx": "--max-seq-len", "--rope-freq-base": "--rope-theta", "-r": "--stop"},
 }
-UNNEEDED = (
-    "-fa --flash-attn --mlock --no-mmap --jinja --color -b -ub --ubatch-size --stream -e --no-display-prompt"
-)
+UNNEEDED = "-fa --flash-attn --mlock --no-mmap --jinja --color -b -ub --ubatch-size --stream -e --no-display-prompt"
 ANSWERS = {  # an option of llama.cpp, vLLM or Ollama without a counterpart -> what to do
     **dict.fromkeys(UNNEEDED.split(), "not needed here; leave this out"),
     **dict.fromkeys(("-cnv", "--conversation", "-i", "--interactive"), "use clearllama chat"),
