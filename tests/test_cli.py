@@ -394,6 +394,7 @@ FIELD = {  # a command of another program's user -> the same in the words of thi
     "generate hi -temp 0 -top-k=3 -model m": "generate hi --temperature 0 --top-k 3 --model m",
     "serve --max-tokens 5 -ngl 1": "serve --max-tokens 5 --gpu-layers 1",
     "run m -sys x": "chat -m m --system x",
+    "run m hi -n 5": "generate -m m hi -n 5",
     "serve m --port 80": "serve --port 80 -m m",
     "show m": "inspect m",
 }

@@ -63,6 +63,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     first, *others = words
     if first == "help":
         first, *others = [*others[:1], "--help"]
+    if first == "run" and len(others) > 1 and not any(word.startswith("-") for word in others[:2]):
+        first, others = "generate", ["--model", *others]  # as in ollama run MODEL TEXT
     words = [first := WORDS.get(first, first), *others]
     parser = build_parser([first] if first in COMMANDS else COMMANDS)
     command = parser.commands.get(first, parser)
