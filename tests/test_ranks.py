@@ -103,8 +103,9 @@ def test_a_rank_that_fails_ends_all_with_one_line(size: int, fault: str, tiny_gg
 @pytest.mark.parametrize("command", ["generate --raw hello", "chat"])
 @pytest.mark.parametrize(("number", "line"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "torchrun was stopped")])
 def test_a_signal_to_torchrun_ends_all_ranks(number: int, line: str, command: str, tiny_gguf: Path) -> None:
-    read, write = os.pipe()
-    process = launch(2, f"{command} -m {tiny_gguf} --dtype float32 --device cpu -n 220 --temp 0", stdin=read)
+    read, write = os.pipe()  # generate would read it to its end
+    stdin = read if command == "chat" else subprocess.DEVNULL
+    process = launch(2, f"{command} -m {tiny_gguf} --dtype float32 --device cpu -n 220 --temp 0", stdin=stdin)
     wait_for(process, "loaded in" if command == "chat" else "plain text")
     os.write(write, b"hello\n")
     time.sleep(0.5)  # in the middle of the answer

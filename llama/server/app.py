@@ -151,7 +151,8 @@ class Server:
                 response = refusal(failed, APIS.get(path, EVENTS))
             if ignored := getattr(request.state, "ignored", []):
                 response.headers[IGNORED_HEADER] = ", ".join(ignored)
-                warn_once(f"requests have fields without effect: {', '.join(ignored)}")
+                for name in ignored:  # one by one, since what was said is kept
+                    warn_once(f"the field {name} of requests has no effect")
             if isinstance(response, Stream):
                 response.ended = ended
             else:
