@@ -151,7 +151,7 @@ class Server:
                 response = refusal(failed, APIS.get(path, EVENTS))
             if ignored := getattr(request.state, "ignored", []):
                 response.headers[IGNORED_HEADER] = ", ".join(ignored)
-                for name in ignored:  # one by one, since what was said is kept
+                for name in ignored:  # each once: warn_once keeps its messages
                     warn_once(f"the field {name} of requests has no effect")
             if isinstance(response, Stream):
                 response.ended = ended

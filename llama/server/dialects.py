@@ -1,9 +1,8 @@
 """Fields of other servers and their clients, translated to those of this server.
 
-Four kinds: SYNONYMS have the same meaning as a field here. GUIDED constrain an answer, as fields of llama.cpp's server
-and of vLLM do. IGNORED and NEUTRAL change nothing that may be said, NEUTRAL only with its value; they are left
-out, and the response names them. Any other field is refused where the body is checked: a field that selects or
-constrains would otherwise be ignored in silence.
+SYNONYMS have the meaning of a field of this server. GUIDED constrain an answer. OPENAI and IGNORED have no effect on an
+answer, and NEUTRAL have none with the value that stands here; these fields are removed, and the response names them.
+Any other field is refused where the body is checked, since it may select or constrain an answer.
 """
 
 from __future__ import annotations

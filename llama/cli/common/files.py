@@ -65,7 +65,7 @@ def _read_stdin(required: bool = True) -> str:
 def _read_piped() -> str:
     """What a pipe, or a file from its beginning, has as standard input; '' for others. A line on stderr says so.
 
-    A file of which a part was read before belongs to a shell's loop around this command.
+    A file that was read in part is left alone: a shell's loop around this command reads it.
     """
     text = ""
     with contextlib.suppress(OSError):  # standard input is closed
