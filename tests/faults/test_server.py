@@ -931,7 +931,7 @@ class Command:
 def refused(server: Running) -> bool:
     try:
         connect(server).close()
-    except ConnectionRefusedError:
+    except (ConnectionRefusedError, ConnectionResetError):  # reset: it stood in the queue when the socket closed
         return True
     return False
 
