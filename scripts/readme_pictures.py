@@ -46,7 +46,7 @@ def look(browser: Browser, folder: str) -> None:
             page.wait_for_selector("text=The answer is complete.")
             page.click(f".t >> text={WORD}")
             page.wait_for_selector("#sentence >> text=matters most")
-            shoot(page, folder, f"look-words-{theme}")
+            shoot(page, folder, f"look-words-{theme}", height=470)
             for tab in ("head", "lens"):
                 page.click(f"#tab-{tab}")
                 page.evaluate(f"id('panel').scrollTop += id('{tab}').getBoundingClientRect().top - 70")
@@ -61,10 +61,12 @@ def opened(browser: Browser, theme: Any, width: int, height: int, address: str) 
     return page
 
 
-def shoot(page: Page, folder: str, name: str) -> None:
+def shoot(page: Page, folder: str, name: str, height: int = 720) -> None:
+    """Save the top of a page, at most `height` pixels."""
     page.wait_for_timeout(1000)
     page.screenshot(path=f"{folder}/shot.png")
-    picture = Image.open(f"{folder}/shot.png").convert("RGB").quantize(256)
+    picture = Image.open(f"{folder}/shot.png")
+    picture = picture.crop((0, 0, picture.width, min(2 * height, picture.height))).convert("RGB").quantize(256)
     picture.save(PICTURES / f"{name}.png", optimize=True)
 
 
