@@ -1,10 +1,11 @@
-"""Write pages of docs/reference: commands.md from the parsers, python.md from docstrings, rope.md from configurations.
+"""Write parts of docs/reference: commands.md from the parsers, python.md from docstrings, rope.md from configurations.
 
     python scripts/reference.py           write the pages
     python scripts/reference.py --check   write nothing; exit code 1 if a committed page is stale
 
-An option that several commands share stands once, at the end. A docstring becomes Markdown: lines of the
-form "name  description" become a list, indented lines a code block.
+A part stands between the comments "NAME" and "end of NAME"; the rest of a page is written by hand. An option that
+several commands share stands once, at the end. A docstring becomes Markdown: lines of the form "name  description"
+become a list, indented lines a code block.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import re
 import sys
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,105 +34,6 @@ ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = ROOT / "docs" / "reference" / "commands.md"
 PYTHON = ROOT / "docs" / "reference" / "python.md"
 ROPE = ROOT / "docs" / "reference" / "rope.md"
-NOTE = "<!-- Written by scripts/reference.py. Change the {} and run it again. -->\n"
-
-INDEX = """# Commands
-
-{note}
-Type `clearllama COMMAND [options]` or `python -m llama COMMAND [options]`. `--help` shows the common
-options of a command, and `--help-all` shows all of them.
-
-Standard output contains only the answer: text, or JSON with `--json`. Messages go to standard error.
-
-## Exit codes
-
-- 0: success
-- 1: failure, with the reason in one line on standard error, or a fault found by a check such as `doctor` or `verify`
-- 2: usage error: an unknown option, or a value of the wrong type or out of range
-- 129, 130, 143: ended by hang-up, Ctrl-C or termination
-- 141: the program that reads standard output closed the pipe
-
-## Environment variables
-
-- `CLEARLLAMA_MODEL`: the model to use if `--model` is not given
-- `CLEARLLAMA_CACHE`: the folder for downloaded models and compiled code
-- `CLEARLLAMA_API_KEY`: the key that clients of `clearllama serve` must send
-- `CLEARLLAMA_KERNELS`: the form of the C++ kernels: `auto`, `off`, or one of {kernels}
-- `HF_HOME`: the folder that contains the hub's cache
-- `HF_TOKEN`: the access token of the hub
-- `HF_HUB_OFFLINE`: `1` to use only models in the hub's cache
-- `OMP_NUM_THREADS`: the number of CPU threads if `--threads` is not given
-
-{commands}
-
-## Options of several commands
-
-{options}
-
-## Names from other programs
-
-These names of llama.cpp, Ollama and vLLM mean the same as the option or command here. Where an option has the name of
-its own, as `--max-tokens` of `serve` and `trace`, the name means that option. An option may have one dash: `-temp 0.7`.
-
-{synonyms}
-"""
-
-API = """# Python API
-
-{note}
-The names on this page are public; others may change. `help(llama.load)` shows types and details, and
-`help(llama.Llama.chat)` shows those of a method. `llama.inside.SITES` lists the tensors that have a name.
-
-{entries}
-
-## Errors
-
-{about} The subclasses are in `llama.errors`:
-
-{errors}
-"""
-MODELS = """# Which RoPE does my model use?
-
-{note}
-`clearllama inspect PATH_OR_NAME` prints the settings of your file, which may differ from its family's. The first table
-has the models whose settings this repository contains (`configs/NAME.json`), also for `clearllama plan NAME`; models in
-one row have the same RoPE.
-
-- **Base** is `rope_theta`, and the *trained length* is that of the unscaled frequencies.
-- **Context** is the number of tokens that the model may use, with the scaling in brackets if it has one.
-- **Slow pairs** do not finish a turn within the trained length, so a longer text shows them new angles.
-- **Rotated**: *all* means all entries of each head, in all layers, without a sliding window.
-
-| model | base | trained length | context | slow pairs | rotated |
-|---|---|---|---|---|---|
-{models}
-
-## Families in Hugging Face's format
-
-`config.json` states the base and the context, and the scaling in `rope_scaling` or `rope_parameters`. This table shows
-what applies to a `model_type` if its file does not say otherwise: these are transformers' defaults, and most files
-state other values. A window ends the context here, since only full attention is implemented; its default stands in
-brackets. In files of `phi3`, `partial_rotary_factor` states the part that rotates. [Checkpoint formats](formats.md) has
-more.
-
-| `model_type` | base | context | rotated | layers without RoPE | window | norm of q and k |
-|---|---|---|---|---|---|---|
-{families}
-
-## Pairing
-
-Meta's files pair entries 2i and 2i + 1 (*interleaved*, GPT-J style). Hugging Face's files of these families pair i and
-i + D/2 (*half*, GPT-NeoX style). GGUF files depend on the architecture:
-
-- interleaved: {interleaved}
-- half: {half}
-
-## Families that are rejected
-
-They need what is not implemented here. Their RoPE may be the same or another one:
-
-{needs}
-"""
 EVERY, GENERAL = "Options of every command", "General options"
 # section -> (prefix of the names, objects)
 SECTIONS: dict[str, tuple[str, list[Any]]] = {
@@ -218,13 +120,12 @@ def option(action: argparse.Action) -> tuple[str, str, str]:
     return last, f"- {', '.join(f'`{name}`' for name in names)}: {meaning}", default or ""
 
 
-def commands() -> str:
-    """The page of all commands: each with its own options, then the options of several, once each.
+def commands() -> dict[str, str]:
+    """The parts of the page of all commands: each with its own options, the options of several, and other names.
 
     An option that several commands share stands with the default of the first; the others name only their own default.
     """
     from llama.cli.common.arguments import SYNONYMS
-    from llama.engine.kernels import FORMS
 
     given = [*SYNONYMS.items(), *cli.WORDS.items()]
 
@@ -268,19 +169,18 @@ def commands() -> str:
             if own:
                 parts.append("\n".join(own))
         sections.append("\n\n".join([*parts, f"Also: {', '.join(also)}"] if also else parts))
-    return INDEX.format(
-        note=NOTE.format("parser"),
-        commands="\n\n".join(sections),
-        options="\n\n".join(f"### {title}\n\n" + "\n".join(items) for title, items in shared.items()),
-        synonyms="\n".join(
+    return {
+        "commands": "\n\n".join(sections),
+        "options": "\n\n".join(f"### {title}\n\n" + "\n".join(items) for title, items in shared.items()),
+        "synonyms": "\n".join(
             f"- `{name}`: {', '.join(f'`{other}`' for other, option in given if option == name)}"
             for name in dict.fromkeys(option for _, option in given)
         ),
-        kernels=", ".join(f"`{form}`" for form in FORMS),
-    )
+    }
 
 
 # ------------------------------------------------------------------------------------------------------------ Python
+CONSTANTS = str | int | float | bool | tuple | None  # defaults that a signature shows
 TABLE = re.compile(r"^(\w+(?:, \w+)*) {2,}(\S.*)$")
 say = partial(prose, page=PYTHON)
 
@@ -315,19 +215,15 @@ def docstring(value: Any, options: str = "") -> str:
 
 def signature(value: Callable[..., Any], name: str) -> str:
     """The call of a function or class: names and defaults, without types."""
-    words, keywords = [], False
-    for parameter in inspect.signature(value).parameters.values():
-        if parameter.name in ("self", "cls"):
-            continue
-        if parameter.kind is parameter.KEYWORD_ONLY and not keywords:
-            keywords = True
-            words.append("*")
-        keywords |= parameter.kind is parameter.VAR_POSITIONAL
-        star = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
-        constant = isinstance(parameter.default, str | int | float | bool | tuple | None)
-        default = "" if parameter.default is parameter.empty else f"={parameter.default!r}" if constant else "=..."
-        words.append(f"{star}{parameter.name}{default}")
-    return f"{name}({', '.join(words)})"
+
+    def plain(parameter: inspect.Parameter) -> inspect.Parameter:
+        shown = parameter.default is parameter.empty or isinstance(parameter.default, CONSTANTS)
+        return parameter.replace(annotation=parameter.empty, default=parameter.default if shown else ...)
+
+    found = inspect.signature(value)
+    parameters = [plain(each) for each in found.parameters.values() if each.name not in ("self", "cls")]
+    call = str(found.replace(parameters=parameters, return_annotation=found.empty))
+    return f"{name}{call.replace('Ellipsis', '...')}"
 
 
 def entry(value: Any, prefix: str, options: str) -> str:
@@ -348,8 +244,8 @@ def entry(value: Any, prefix: str, options: str) -> str:
     return "\n\n".join([*parts, "Members:", "\n".join(members)] if members else parts)
 
 
-def python(options: str) -> str:
-    """The page of the Python API. `options` is the page of all commands: it describes most fields of LoadOptions."""
+def python(options: str) -> dict[str, str]:
+    """The parts of the page of the Python API. `options`: those of all commands, for most fields of LoadOptions."""
     names = {value.__name__ for _, values in SECTIONS.values() for value in values}
     if missing := {*llama.__all__, *inside.__all__} - names - {"__version__", "LlamaError", "SITES"}:
         raise ValueError(f"SECTIONS lacks {', '.join(sorted(missing))}")
@@ -357,17 +253,15 @@ def python(options: str) -> str:
     for title, (prefix, values) in SECTIONS.items():
         entries += [f"## {title}", *(entry(value, prefix, options if value in AS_OPTIONS else "") for value in values)]
     subclasses = [cls for cls in errors.LlamaError.__subclasses__() if cls.__module__ == errors.__name__]
-    return API.format(
-        note=NOTE.format("docstring"),
-        entries="\n\n".join(entries),
-        about=docstring(errors.LlamaError),
-        errors="\n".join(f"- `{cls.__name__}` ({cls.exit_code}): {docstring(cls)}" for cls in subclasses),
-    )
+    return {
+        "entries": "\n\n".join(entries),
+        "errors": "\n".join(f"- `{cls.__name__}` ({cls.exit_code}): {docstring(cls)}" for cls in subclasses),
+    }
 
 
 # -------------------------------------------------------------------------------------------------------------- RoPE
 def models() -> str:
-    """The rows of the models in configs/: one for all that have the same RoPE."""
+    """The table of the models in configs/: one row for all that have the same RoPE."""
     same: dict[tuple[str, ...], list[str]] = {}
     for file in sorted((ROOT / "configs").glob("*.json")):
         fields = json.loads(file.read_text())
@@ -386,11 +280,12 @@ def models() -> str:
             *(f"{slow} of {rotated // 2}", ", ".join([*part, *without, *window]) or "all"),
         )
         same.setdefault(cells, []).append(f"`{file.stem}`")
-    return "\n".join(f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in same.items())
+    heads = "model", "base", "trained length", "context", "slow pairs", "rotated"
+    return _table(heads, [[", ".join(names), *cells] for cells, names in same.items()])
 
 
 def families() -> str:
-    """The rows of the model types of config.json: what applies if the file does not say otherwise."""
+    """The table of the model types of config.json: what applies if the file does not say otherwise."""
     rows = []
     for name, kind in architectures.MODEL_TYPES.items():
         size = f" ({kind.window:,})" if kind.window else ""
@@ -401,36 +296,49 @@ def families() -> str:
             "all or a part" if kind.trained else "all",
             *(f"every {every}th" if every else "none", window, "before RoPE" if kind.qk_norm else "none"),
         )
-        rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows)
+        rows.append(cells)
+    heads = "`model_type`", "base", "context", "rotated", "layers without RoPE", "window", "norm of q and k"
+    return _table(heads, rows)
 
 
-def rope() -> str:
-    """The page of the RoPE of each model and family."""
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    head, *lines = (f"| {' | '.join(cells)} |" for cells in (heads, *rows))
+    return "\n".join([head, "|" + "---|" * len(heads), *lines])
+
+
+def rope() -> dict[str, str]:
+    """The parts of the page of the RoPE of each model and family."""
     paired: dict[str, list[str]] = {}
     for name, layout in architectures.GGUF_LAYOUTS.items():
         paired.setdefault(layout, []).append(f"`{name}`")
-    return MODELS.format(
-        note=NOTE.format("files in configs/ or MODEL_TYPES"),
-        models=models(),
-        families=families(),
-        needs="\n".join(
-            f"- {needs}: {', '.join(f'`{name}`' for name in names.split())}"
-            for needs, names in architectures.NEEDS.items()
-        ),
-        **{layout: ", ".join(names) for layout, names in paired.items()},
-    )
+    needs = {need: [f"`{name}`" for name in names.split()] for need, names in architectures.NEEDS.items()}
+    lists = {"pairing": paired, "needs": needs}
+    return {
+        "models": models(),
+        "families": families(),
+        **{part: "\n".join(f"- {key}: {', '.join(names)}" for key, names in of.items()) for part, of in lists.items()},
+    }
 
 
 # --------------------------------------------------------------------------------------------------------------- run
+def filled(page: str, parts: dict[str, str]) -> str:
+    """The page with these parts. Raises ValueError if it lacks the comments of one."""
+    for name, content in parts.items():
+        between = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end of {name} -->\n)", re.DOTALL)
+        page, count = between.subn(lambda match, new=content: f"{match[1]}\n{new}\n\n{match[2]}", page)
+        if count != 1:
+            raise ValueError(f"the page has {count} parts <!-- {name} -->, expected 1")
+    return page
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a committed page is stale")
     args = parser.parse_args(arguments)
-    found = {COMMANDS: commands()}
-    found[PYTHON] = python(found[COMMANDS])
-    found[ROPE] = rope()
-    stale = [file for file, content in found.items() if not file.exists() or file.read_text() != content]
+    parts = {COMMANDS: commands(), ROPE: rope()}
+    parts[PYTHON] = python("\n".join(parts[COMMANDS].values()))
+    found = {page: filled(page.read_text(), of) for page, of in parts.items()}
+    stale = [page for page, content in found.items() if page.read_text() != content]
     for file in stale:
         print(f"{'stale' if args.check else 'written'}: {file.relative_to(ROOT)}")
         if not args.check:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from llama.cli import main
+from llama.engine import kernels
 from llama.system.folders import cache_folder
 from llama.system.memory import free_memory
 
@@ -62,8 +63,10 @@ def test_the_reference_is_that_of_the_parsers_and_docstrings(capsys: pytest.Capt
 def test_variables_of_the_environment_are_documented() -> None:
     sources = [file.read_text() for file in (ROOT / "llama").rglob("*.py")]
     named = {name for text in sources for name in re.findall(r'"(CLEARLLAMA_[A-Z]\w*)"', text)}
-    documented = {*re.findall(r"^- `(CLEARLLAMA_\w+)`", (DOCS / "reference/commands.md").read_text(), re.MULTILINE)}
+    page = (DOCS / "reference/commands.md").read_text()
+    documented = {*re.findall(r"^- `(CLEARLLAMA_\w+)`", page, re.MULTILINE)}
     assert named - {"CLEARLLAMA_PARENT", "CLEARLLAMA_STORE"} == documented
+    assert f"`auto`, `off`, or one of {', '.join(f'`{form}`' for form in kernels.FORMS)}\n" in page
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
