@@ -1,11 +1,11 @@
-"""Compare the speed of clearllama, llama.cpp, transformers and OpenVINO on the same weights and the same machine.
+"""Compare the speed of clearllama, llama.cpp and transformers on the same weights and the same machine.
 
 usage: python scripts/compare_peers.py --peers-python PYTHON [--model DIR_OR_NAME] [--rows int8,int4]
 
 Each engine of a row runs in its own process: it loads the model, warms up, and stays alive until the row is done. The
 engines take turns. Every round has one turn per engine, in an order that is reversed each round; an engine sleeps
 while the others work. A turn decodes --new-tokens after a prompt. The first --prefill-rounds rounds also process the
-prompt; later rounds reuse its cache (OpenVINO can't trim its cache, so it processes the prompt again, untimed).
+prompt; later rounds reuse its cache.
 
 Ratios are computed within a round, between turns a few seconds apart, so that a slowdown of the machine affects all
 engines alike. The table shows medians over the rounds. An engine that fails ends the comparison.
@@ -13,18 +13,15 @@ engines alike. The table shows medians over the rounds. An engine that fails end
 DIR_OR_NAME is one of
 
     a name or a GGUF file   row "file": clearllama and llama.cpp on that file, transformers on its weights in bfloat16
-    a folder                of one model as hf/, bf16.gguf, q8_0.gguf, q4_0.gguf, openvino-bf16/, openvino-int8/ and
-                            openvino-int4/, as far as they exist. Rows "bf16", "int8", "int4": clearllama on hf/,
-                            unchanged or with --quantize, and on the GGUF file; the others on their files
+    a folder                of one model as hf/, bf16.gguf, q8_0.gguf and q4_0.gguf, as far as they exist. Rows "bf16",
+                            "int8", "int4": clearllama on hf/, unchanged or with --quantize, and on the GGUF file;
+                            llama.cpp on the GGUF file, transformers on hf/
 
-All engines of a row must fit into memory together. `clearllama convert`
-writes hf/ and bf16.gguf, llama.cpp's llama-quantize the other GGUF files. The peers live in environments of their own:
+All engines of a row must fit into memory together. `clearllama convert` writes hf/ and the GGUF files. The peers live
+in an environment of their own:
 
     python -m venv peers && peers/bin/pip install torch transformers accelerate gguf llama-cpp-python
-    python -m venv openvino && openvino/bin/pip install torch openvino 'optimum-intel[openvino]'
-    openvino/bin/optimum-cli export openvino --model hf --weight-format int8 openvino-int8
-    python scripts/compare_peers.py --peers-python peers/bin/python --peers llama.cpp,transformers --model DIR
-    python scripts/compare_peers.py --peers-python openvino/bin/python --peers OpenVINO --model DIR
+    python scripts/compare_peers.py --peers-python peers/bin/python --model DIR
 """
 
 from __future__ import annotations
@@ -45,7 +42,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-PEERS = ("llama.cpp", "transformers", "OpenVINO")
+PEERS = ("llama.cpp", "transformers")
 KEYS = ("decode_tps", "prefill_tps")
 PAUSE = 0.1  # seconds between turns: the threads of the previous engine may still spin, waiting for work
 
@@ -55,7 +52,6 @@ class Loaded(NamedTuple):
 
     step: Callable[[list[int], int], int]  # ids, number of cached tokens before them -> the most likely next id
     vocabulary: int
-    trims: bool = True  # whether `step` accepts fewer cached tokens than the cache holds
 
 
 @dataclass(frozen=True)
@@ -81,7 +77,6 @@ def rows_of(model: Path) -> dict[str, list[Engine]]:
             Engine(f"clearllama, {kind}", model / f"{kind}.gguf"),
             Engine(f"llama.cpp, {kind}", model / f"{kind}.gguf", "llama.cpp"),
             Engine("transformers, bfloat16", model / "hf", "transformers"),
-            Engine(f"OpenVINO, {row}", model / f"openvino-{row}", "OpenVINO"),
         ]
         found[row] = [engine for engine in engines if engine.path.exists()]
     return found
@@ -136,13 +131,13 @@ def worker(spec: dict[str, Any]) -> None:
 def turns(model: Loaded, prompt: list[int], new: int, lines: Iterable[str]) -> Iterator[dict[str, float]]:
     """Run a turn per line: decode greedily after the prompt, yield {decode_tps}, and prefill_tps for "prefill".
 
-    The first turn always processes the prompt, and so does every turn of a model that can't trim its cache.
+    The first turn always processes the prompt.
     """
     first = None
     for line in lines:
         timed = line.strip() == "prefill"
         started = time.perf_counter()
-        if timed or first is None or not model.trims:
+        if timed or first is None:
             first = model.step(prompt, 0)
         between = time.perf_counter()
         token = first
@@ -227,40 +222,6 @@ def load_transformers(spec: dict[str, Any]) -> Loaded:
     return Loaded(step, model.config.vocab_size)
 
 
-def load_openvino(spec: dict[str, Any]) -> Loaded:
-    """Load a stateful model, which keeps its cache itself, and let it compute the logits of the last token only."""
-    import numpy as np
-    import openvino
-    from openvino import opset13 as operations
-
-    core = openvino.Core()
-    model = core.read_model(Path(spec["path"]) / "openvino_model.xml")
-    product = model.output("logits").node
-    while product.get_type_name() != "MatMul":
-        product = product.input_value(0).get_node()
-    last = operations.slice(product.input_value(0), [-1], [np.iinfo(np.int64).max], [1], [1])  # (1, T, C) -> (1, 1, C)
-    product.input(0).replace_source_output(last.output(0))
-    model.validate_nodes_and_infer_types()
-    settings = {"INFERENCE_PRECISION_HINT": "bf16", "INFERENCE_NUM_THREADS": spec["threads"]}
-    request = core.compile_model(model, "CPU", {"PERFORMANCE_HINT": "LATENCY", **settings}).create_infer_request()
-    cached = 0
-
-    def step(tokens: list[int], past: int) -> int:
-        nonlocal cached
-        if past == 0:
-            request.reset_state()
-        cached = past + len(tokens)
-        inputs = {
-            "input_ids": np.array([tokens], dtype=np.int64),
-            "attention_mask": np.ones((1, cached), dtype=np.int64),
-            "position_ids": np.arange(past, cached, dtype=np.int64)[None],
-            "beam_idx": np.zeros(1, dtype=np.int32),
-        }
-        return int(request.infer(inputs, share_inputs=True)["logits"][0, -1].argmax())
-
-    return Loaded(step, model.output("logits").partial_shape[2].get_length(), trims=False)
-
-
 def random_prompt(vocabulary: int, length: int) -> list[int]:
     """Return random ids, without the lowest ones, which are often control tokens."""
     rng = random.Random(0)
@@ -271,7 +232,6 @@ LOADERS: dict[str, Callable[[dict[str, Any]], Loaded]] = {
     "clearllama": load_clearllama,
     "llama.cpp": load_llama_cpp,
     "transformers": load_transformers,
-    "OpenVINO": load_openvino,
 }
 
 

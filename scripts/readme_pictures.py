@@ -1,34 +1,28 @@
-"""Make the pictures of README.md: photographs of two pages in Chromium, for light and dark pages.
+"""Make the pictures of README.md and of pages in docs/: photographs in Chromium, for light and dark pages.
 
 usage: python scripts/readme_pictures.py        (CHROMIUM=path to use that browser)
 
-docs/pictures/rope-page-*.png shows the top of `clearllama study --html`, trace-page-*.png that of `trace --html`,
-look-*.png the page of `clearllama serve` on the default model.
+docs/pictures/rope-page-*.png shows the top of `clearllama study --html`, look-*.png the page of `clearllama serve` on
+the default model.
 """
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from llama import cli
+from llama.study import page as rope_page
 
 PICTURES = Path(__file__).resolve().parents[1] / "docs" / "pictures"
-# picture -> the command, and how many pixels of its page are shown
-PAGES = {"rope-page": (["study"], 440), "trace-page": (["trace", "The capital of France is", "--quiet"], 268)}
-
-
 QUESTION, WORD = "What is the capital of Japan?", "Tokyo"
 
 
@@ -73,14 +67,10 @@ def shoot(page: Page, folder: str, name: str, height: int = 720) -> None:
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=os.environ.get("CHROMIUM") or shutil.which("chromium"))
-        for name, (command, height) in PAGES.items():
-            file = Path(folder) / f"{name}.html"
-            with redirect_stdout(io.StringIO()):
-                failed = cli.main([*command, "--html", str(file)])
-            if failed:
-                sys.exit(f"clearllama {command[0]} failed")
-            for theme in ("light", "dark"):
-                shoot(opened(browser, theme, 1100, height, file.as_uri()), folder, f"{name}-{theme}")
+        file = Path(folder, "rope.html")
+        file.write_text(rope_page.html())
+        for theme in ("light", "dark"):
+            shoot(opened(browser, theme, 1100, 440, file.as_uri()), folder, f"rope-page-{theme}")
         look(browser, folder)
         browser.close()
 

@@ -48,12 +48,6 @@ def test_a_turn_starts_after_the_prompt_and_processes_it_only_when_needed(monkey
     speed = {"decode_tps": 4.0}
     assert answers == [speed, speed, {**speed, "prefill_tps": 2.0}]
 
-    # Without trimming, every turn starts with the prompt, and the reported speeds are the same.
-    fed.clear()
-    untrimmed = compare_peers.turns(compare_peers.Loaded(step, 99, trims=False), prompt, 3, kinds)
-    assert list(untrimmed) == answers
-    assert fed == [(prompt, 0), *decoded] * 3
-
 
 def test_clearllamas_steps_decode_greedily(tmp_path: Path) -> None:
     from llama import load_model
