@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,7 +13,24 @@ from llama.study.figure import COLOURS, THIN, Data, Figure, columns, legend_abov
 from llama.study.topics import order, ppl, scale
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
+
+Draw = Callable[[Data, "Canvas"], None]
+
+
+FIGURES: dict[str, Figure] = {}
+
+
+def picture(data: Callable[[], Data], size: tuple[float, float], caption: str) -> Callable[[Draw], Draw]:
+    """Register the figure that the decorated function draws. Its name is that of `data`, without "_data"."""
+
+    def register(draw: Draw) -> Draw:
+        name = data.__name__.removesuffix("_data")
+        FIGURES[name] = Figure(name, caption, data, draw, size)
+        return draw
+
+    return register
 
 
 # ------------------------------------------------------------------------------------------------ lesson 1: two dogs
@@ -27,9 +45,15 @@ def dogs_data() -> Data:
                 q, k = (measures.turn(t, positions, measures.frequencies(8)) for t in (q, k))
             out = (q @ k.T / 8**0.5).softmax(-1) @ v  # (N, D)
             rows += [(rope, sentence, entry, value) for entry, value in enumerate(out[places.index(0)].tolist())]
-    return dict(zip(("rope", "sentence", "entry", "value"), map(np.array, zip(*rows, strict=True)), strict=True))
+    return columns(("rope", "sentence", "entry", "value"), rows)
 
 
+@picture(
+    dogs_data,
+    (5.4, 3.0),
+    "The output of attention for the word dog, eight numbers. Without positions it is the same in both sentences. "
+    "With RoPE it differs.",
+)
 def dogs_draw(data: Data, canvas: Canvas) -> None:
     panels = canvas.subplots(1, 2, sharey=True)
     for axes, rope in zip(panels, (False, True), strict=True):
@@ -53,6 +77,11 @@ def codes_product_data() -> Data:
     return columns(("distance", "product"), enumerate((codes @ codes[0]).tolist()))
 
 
+@picture(
+    codes_product_data,
+    (5.6, 2.8),
+    "The dot product of two codes of width 128 by their distance: on the whole it falls, but in waves.",
+)
 def codes_product_draw(data: Data, canvas: Canvas) -> None:
     axes = canvas.subplots()
     axes.plot(data["distance"], data["product"], color="#000000", linewidth=1.2)
@@ -75,6 +104,13 @@ def arrows_data() -> Data:
     return {name: np.array(column) for name, column in columns.items()}
 
 
+@picture(
+    arrows_data,
+    (6.4, 2.35),
+    "q is blue, k is orange; the circle has radius 1. Each arrow turns by 0.35 radians per position. First: no "
+    "rotation. In the second and third picture, q is four positions after k, and q · k is the same. In the "
+    "fourth, q is four positions before k.",
+)
 def arrows_draw(data: Data, canvas: Canvas) -> None:
     """q is thick with a filled head, k thin with an open one, as on the page of `study --html`."""
     for i, axes in enumerate(canvas.subplots(1, 4)):
@@ -88,20 +124,19 @@ def arrows_draw(data: Data, canvas: Canvas) -> None:
             axes.annotate("", (tip.real, tip.imag), (0, 0), arrowprops={**how, "shrinkA": 0, "shrinkB": 0})
             letter = tip * (1 + 0.3 / abs(tip))
             axes.text(letter.real, letter.imag, name, color=colour, ha="center", va="center", fontsize=16)
-        axes.add_artist(_circle())
+        circle(axes, 1.85, (-1.2, 1.85))
         m, n = data["m"][i], data["n"][i]
-        axes.set(xlim=(-1.85, 1.85), ylim=(-1.2, 1.85), aspect="equal")
         axes.set_title("not\nrotated" if m == n == 0 else f"q at {m}\nk at {n}", fontsize=14)  # read on a phone
         axes.set_xlabel(f"q · k = {data['dot'][i]:.2f}".replace("-", "−"), fontsize=13)
-        axes.set_xticks([])
-        axes.set_yticks([])
-        axes.spines[["left", "bottom"]].set_visible(False)
 
 
-def _circle() -> Any:
+def circle(axes: Axes, x: float = 1.1, y: tuple[float, float] = (-1.1, 1.1)) -> None:
+    """Draw the unit circle, and nothing else of the axes."""
     from matplotlib.patches import Circle
 
-    return Circle((0, 0), 1, fill=False, edgecolor="#bbbbbb", linewidth=0.8)
+    axes.add_artist(Circle((0, 0), 1, fill=False, edgecolor="#bbbbbb", linewidth=0.8))
+    axes.set(xlim=(-x, x), ylim=y, aspect="equal", xticks=[], yticks=[])
+    axes.spines[["left", "bottom"]].set_visible(False)
 
 
 # ------------------------------------------------------------------------------------ lesson 6: the way of q, k, v
@@ -118,11 +153,15 @@ WAYS = (  # from one box to another, and what goes there
 
 def block_data() -> Data:
     """The boxes of the drawing."""
-    return {
-        name: np.array(column) for name, column in zip(("x", "y", "text", "of"), zip(*BOXES, strict=True), strict=True)
-    }
+    return columns(("x", "y", "text", "of"), BOXES)
 
 
+@picture(
+    block_data,
+    (4.2, 4.6),
+    "The attention of a LLaMA: q is blue, k orange and v green. RoPE rotates q and k, between their projections "
+    "and their dot product. v goes past it.",
+)
 def block_draw(data: Data, canvas: Canvas) -> None:
     axes = canvas.subplots()
     boxes = []
@@ -147,11 +186,25 @@ def reach_data() -> Data:
     return ppl.TOPIC.figure().data(windows=4, length=512, methods=("none", "linear:4", "ntk:4", "ntk:16", "yarn:4"))
 
 
+picture(
+    reach_data,
+    (5.4, 3.6),
+    "Perplexity by position. Right of the line: positions that training did not have.",
+)(ppl.draw)
+
+
 def divisors_data() -> Data:
     """The divisors of `clearllama study scale`, without those of lesson 8."""
     data = scale.divisor_data()
     rows = ~np.isin(data["method"], ["dynamic", "llama3"])
     return {name: column[rows] for name, column in data.items()}
+
+
+picture(
+    divisors_data,
+    (5.6, 3.6),
+    "Divisor of each frequency of LLaMA 1, for four times its length. Shaded: the slow pairs, which need 4.",
+)(scale.divisor_draw)
 
 
 # -------------------------------------------------------------------------------------------------- lesson 7: clocks
@@ -171,10 +224,17 @@ def clock_data() -> Data:
     return columns(("time", "clock", "hand", "period", "turns"), rows)
 
 
+@picture(
+    clock_data,
+    (5.2, 3.5),
+    "A clock is trained for 12 hours and used for 36. Above: the seconds that each hand needs for a turn. The "
+    "thin hand is the fastest. As trained, 24 hours look like 0. PI slows all hands by 3: after 10 seconds, the "
+    "thin hand shows 3.3. NTK-aware slows them by 1, √3 and 3: both times can be read.",
+)
 def clock_draw(data: Data, canvas: Canvas) -> None:
     for row, time in zip(canvas.subplots(2, 3), TIMES, strict=True):
         for axes, clock in zip(row, CLOCKS, strict=True):
-            axes.add_artist(_circle())
+            circle(axes)
             dial = np.exp(2j * np.pi * np.arange(12) / 12)
             axes.plot(0.94 * dial.real, 0.94 * dial.imag, ".", markersize=2, color=THIN["color"])
             chosen = (data["time"] == time) & (data["clock"] == clock)
@@ -182,8 +242,6 @@ def clock_draw(data: Data, canvas: Canvas) -> None:
                 tip = (0.92, 0.7, 0.45)[hand] * np.exp(2j * np.pi * (0.25 - data["turns"][chosen][hand]))
                 style = {"color": pair_colour(hand, 3), "linewidth": (1.3, 2.4, 5)[hand]}
                 axes.plot([0, tip.real], [0, tip.imag], solid_capstyle="round", **style)
-            axes.set(xlim=(-1.1, 1.1), ylim=(-1.1, 1.1), aspect="equal", xticks=[], yticks=[])
-            axes.spines[["left", "bottom"]].set_visible(False)
             if time == "10 seconds":
                 axes.set_title(f"{clock}\n" + ", ".join(f"{period:,.0f}" for period in data["period"][chosen]))
         row[0].set_ylabel(f"after\n{time}", rotation=0, ha="right", va="center")
@@ -197,14 +255,18 @@ def quarter_data() -> Data:
     return columns(("distance", "pair", "angle"), [(d, i, d * omega[i]) for d in (0.25, like) for i in (0, 3, 6, 9)])
 
 
+@picture(
+    quarter_data,
+    (5.2, 3.0),
+    "Angles of four fast pairs of LLaMA 1. Above: at a distance of 1/4, which neighbors have under PI with s = 4. "
+    "Below: at the training distance where pair 0 is nearest to this angle. The others have other angles there.",
+)
 def quarter_draw(data: Data, canvas: Canvas) -> None:
     rows, pairs = dict.fromkeys(data["distance"].tolist()), dict.fromkeys(data["pair"].tolist())
     grid = canvas.subplots(len(rows), len(pairs))
     for axes, pair, angle in zip(grid.flat, data["pair"], data["angle"], strict=True):
-        axes.add_artist(_circle())
+        circle(axes)
         axes.plot([0, np.cos(angle)], [0, np.sin(angle)], color=pair_colour(pair, 64), linewidth=2.5)
-        axes.set(xlim=(-1.1, 1.1), ylim=(-1.1, 1.1), aspect="equal", xticks=[], yticks=[])
-        axes.spines[["left", "bottom"]].set_visible(False)
     for axes, pair in zip(grid[0], pairs, strict=True):
         axes.set_title(f"pair {pair}")
     for axes, distance in zip(grid[:, 0], ("1/4", f"{max(rows):,.0f}"), strict=True):
@@ -226,6 +288,14 @@ def published_data() -> Data:
     return columns(("method", "pair", "divisor", "slow"), rows)
 
 
+picture(
+    published_data,
+    (5.6, 3.6),
+    "Divisor of each frequency in three models with 64 pairs, base 500,000 and original length 8,192. Shaded: the "
+    "slow pairs.",
+)(scale.divisor_draw)
+
+
 # ---------------------------------------------------------------------------------------- lesson 9: three kinds of keys
 AIMED = 500  # the distance that the third key is made for
 
@@ -243,6 +313,12 @@ def decay_data() -> Data:
     return columns(("line", "distance", "value", "low", "high"), rows)
 
 
+@picture(
+    decay_data,
+    (5.6, 3.6),
+    "Expected score of a query and three kinds of keys: 64 numbers of variance 1, base 100,000. Band: most "
+    "unrelated keys (one standard deviation to each side of the mean).",
+)
 def decay_draw(data: Data, canvas: Canvas) -> None:
     """Expected score over distance, one line for each kind of key."""
     axes = canvas.subplots()
@@ -253,94 +329,6 @@ def decay_draw(data: Data, canvas: Canvas) -> None:
     axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)  # of the last line
     axes.set(xlim=(0, 1000), ylim=(-10, 66), xlabel="distance r (tokens)", ylabel="expected score q · k")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.15), ncols=3)
-
-
-FIGURES = {
-    figure.name: figure
-    for figure in (
-        Figure(
-            "dogs",
-            "The output of attention for the word dog, eight numbers. Without positions it is the same in both"
-            " sentences. With RoPE it differs.",
-            dogs_data,
-            dogs_draw,
-            size=(5.4, 3.0),
-        ),
-        Figure(
-            "arrows",
-            "q is blue, k is orange; the circle has radius 1. Each arrow turns by 0.35 radians per position. First: no"
-            " rotation. In the second and third picture, q is four positions after k, and q · k is the same. In the"
-            " fourth, q is four positions"
-            " before k.",
-            arrows_data,
-            arrows_draw,
-            size=(6.4, 2.35),
-        ),
-        Figure(
-            "codes_product",
-            "The dot product of two codes of width 128 by their distance: on the whole it falls, but in waves.",
-            codes_product_data,
-            codes_product_draw,
-            size=(5.6, 2.8),
-        ),
-        Figure(
-            "block",
-            "The attention of a LLaMA: q is blue, k orange and v green. RoPE rotates q and k, between their projections"
-            " and their dot product. v goes past it.",
-            block_data,
-            block_draw,
-            size=(4.2, 4.6),
-        ),
-        Figure(
-            "reach",
-            "Perplexity by position. Right of the line: positions that training did not have.",
-            reach_data,
-            ppl.draw,
-            size=(5.4, 3.6),
-        ),
-        Figure(
-            "divisors",
-            "Divisor of each frequency of LLaMA 1, for four times its length. Shaded: the slow pairs, which need 4.",
-            divisors_data,
-            scale.divisor_draw,
-            size=(5.6, 3.6),
-        ),
-        Figure(
-            "clock",
-            "A clock is trained for 12 hours and used for 36. Above: the seconds that each hand needs for a turn. The"
-            " thin hand is the fastest. As trained, 24 hours look like 0. PI slows all hands by 3: after 10 seconds,"
-            " the thin hand shows 3.3. NTK-aware slows them by 1, √3 and 3: both times can be read.",
-            clock_data,
-            clock_draw,
-            size=(5.2, 3.5),
-        ),
-        Figure(
-            "quarter",
-            "Angles of four fast pairs of LLaMA 1. Above: at a distance of 1/4, which neighbors have under PI with"
-            " s = 4. Below: at the training distance where pair 0 is nearest to this angle. The others have other"
-            " angles there.",
-            quarter_data,
-            quarter_draw,
-            size=(5.2, 3.0),
-        ),
-        Figure(
-            "published",
-            "Divisor of each frequency in three models with 64 pairs, base 500,000 and original length 8,192. Shaded:"
-            " the slow pairs.",
-            published_data,
-            scale.divisor_draw,
-            size=(5.6, 3.6),
-        ),
-        Figure(
-            "decay",
-            "Expected score of a query and three kinds of keys: 64 numbers of variance 1, base 100,000. Band: most"
-            " unrelated keys (one standard deviation to each side of the mean).",
-            decay_data,
-            decay_draw,
-            size=(5.6, 3.6),
-        ),
-    )
-}
 
 
 def find(name: str) -> Figure:
