@@ -180,7 +180,6 @@ def test_commands_print_what_is_shown(
 
 # Pages whose Python code needs a service or a package that the tests do not have
 NOT_RUN = {
-    "guides/sizing.md": "needs ray and vLLM",
     "guides/serving.md": "needs a server; tests/server has this client",
 }
 WITH_PYTHON = [
