@@ -29,6 +29,7 @@ from ..weights import expected_shapes
 from .benchmark import measure
 from .doctor import Finding, check
 
+Run = Callable[[Transformer, SamplingParams], list[list[int]]]  # the ids that follow each of PROMPTS
 REPORT = "don't trust text generated here; reinstall torch and clearllama, try CLEARLLAMA_KERNELS=off, report it"
 CONFIG = ModelConfig(128, 2, 4, 2, 32, 256, vocab_size=320, max_seq_len=256)
 # name -> (options of load_model, the largest error of a logit, relative to the largest logit)
@@ -70,7 +71,7 @@ def accelerator(folder: str, device: torch.device) -> Iterator[Finding]:
             yield check("self-test", f"{name} on {device}", partial(look, folder, device), WITHOUT[name])
 
 
-def same_tokens(run: Callable[[Transformer, SamplingParams], list[list[int]]], folder: str, device: torch.device) -> str:
+def same_tokens(run: Run, folder: str, device: torch.device) -> str:
     """A way to run PROMPTS gives the tokens of single runs, in float32."""
     model, params = loader.load_model(folder, device, "float32", fast=True), SamplingParams(max_new_tokens=24)
     if run(model, params) != [[token.id for token in generate(model, prompt, params)] for prompt in PROMPTS]:
