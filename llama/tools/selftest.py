@@ -121,9 +121,11 @@ def check_speed(folder: str, device: torch.device) -> str:
     return f"reads {bandwidth / 1e9:,.0f} GB/s; 1B in bfloat16, random weights: {tokens['decode_tps']} tokens/s"
 
 
-CHECKS = {
-    **{"batch": partial(same_tokens, in_batch), "draft": partial(same_tokens, with_draft)},
-    **{"compile": check_compile, "speed": check_speed},
+CHECKS: dict[str, Callable[[str, torch.device], str]] = {
+    "batch": partial(same_tokens, in_batch),
+    "draft": partial(same_tokens, with_draft),
+    "compile": check_compile,
+    "speed": check_speed,
 }
 
 
