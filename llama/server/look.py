@@ -141,7 +141,7 @@ class Looks:
         shared, hidden = shared_prefix(kept.ids, ids), None
         kept.cache.trim(shared)
         kept.ids = ids[:shared]
-        chunks = prefill_chunks(model, ids[shared : len(ids) - last], kept.cache)
+        chunks = prefill_chunks(model, [ids[shared : len(ids) - last]], kept.cache)
         while True:
             with self._switched(off, model, put):
                 found = next(chunks, None)  # (1, T, C)
@@ -192,7 +192,7 @@ class Looks:
                 if step > 0:
                     if model.rope.restarts(kept.cache.length):
                         kept.cache.trim(0)
-                    *_, states = prefill_chunks(model, chooser.text[kept.cache.length :], kept.cache)  # (1, T, C)
+                    *_, states = prefill_chunks(model, [chooser.text[kept.cache.length :]], kept.cache)  # (1, T, C)
                     hidden = states[:, -1]  # (1, C)
                 logits = float32_logits(model, hidden)[0]  # (V,)
                 report = chooser.stages(logits)
