@@ -223,10 +223,8 @@ def commands() -> str:
 
     An option that several commands share stands with the default of the first; the others name only their own default.
     """
-    from llama.cli.common.arguments import SYNONYMS
+    from llama.cli.common.arguments import FIELD
     from llama.engine.kernels import FORMS
-
-    given = [*SYNONYMS.items(), *cli.WORDS.items()]
 
     with mock.patch.dict(os.environ):
         os.environ.pop("CLEARLLAMA_MODEL", None)  # a default in the help texts
@@ -273,8 +271,7 @@ def commands() -> str:
         commands="\n\n".join(sections),
         options="\n\n".join(f"### {title}\n\n" + "\n".join(items) for title, items in shared.items()),
         synonyms="\n".join(
-            f"- `{name}`: {', '.join(f'`{other}`' for other, option in given if option == name)}"
-            for name in dict.fromkeys(option for _, option in given)
+            f"- `{name}`: {', '.join(f'`{other}`' for other in names.split())}" for name, names in FIELD.items()
         ),
         kernels=", ".join(f"`{form}`" for form in FORMS),
     )
