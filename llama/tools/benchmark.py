@@ -44,6 +44,17 @@ def measure(model: Transformer, context: int, new_tokens: int, batch: int = 1, r
     }
 
 
+def read_bandwidth(device: torch.device) -> float:
+    """Bytes that the device reads per second: the sum of a tensor of 268 MB, ten times."""
+    x = torch.ones(2**26, device=device)
+    float(x.sum())
+    started = time.perf_counter()
+    for _ in range(10):
+        total = x.sum()
+    float(total)  # waits for the device
+    return 10 * x.nbytes / (time.perf_counter() - started)
+
+
 def run(model: Transformer, batch: int, context: int, steps: int, slots: int, seed: int) -> tuple[float, float]:
     """(seconds of the prefill of random prompts, seconds of the decoding steps after it)."""
     rng = random.Random(seed)

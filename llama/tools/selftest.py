@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,7 @@ from ..generation.speculative import NGramDraft, speculate
 from ..model import Transformer
 from ..sampling import SamplingParams
 from ..weights import expected_shapes
-from .benchmark import measure
+from .benchmark import measure, read_bandwidth
 from .doctor import Finding, check
 
 Run = Callable[[Transformer, SamplingParams], list[list[int]]]  # the ids that follow each of PROMPTS
@@ -108,13 +107,7 @@ def check_compile(folder: str, device: torch.device) -> str:
 
 def check_speed(folder: str, device: torch.device) -> str:
     """The bandwidth of reading a tensor, and the speed of a model with the shape of Llama 3.2 1B."""
-    x = torch.ones(2**26, device=device)  # 268 MB
-    float(x.sum())
-    started = time.perf_counter()
-    for _ in range(10):
-        total = x.sum()
-    float(total)  # waits for the device
-    bandwidth = 10 * x.nbytes / (time.perf_counter() - started)
+    bandwidth = read_bandwidth(device)
     with torch.device(device):
         model = Transformer(LARGE, rope="real", attention="sdpa").to(torch.bfloat16)
     tokens = measure(model, 512, 64, reps=2)
