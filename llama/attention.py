@@ -52,13 +52,16 @@ def sdpa(q: Tensor, k: KeysOrValues, v: KeysOrValues, mask: Tensor | None = None
     return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=repeats > 1)  # (B, H, T, D)
 
 
-def reference_weights(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
-    """The attention weights softmax(q k^T / sqrt(D)), written out, in float32: (B, H, T, S)."""
+def reference_scores(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
+    """The scores q k^T / sqrt(D), -inf where a query does not see a key, in float32: (B, H, T, S)."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)  # (B, H, S, D)
     scores = (q.float() @ k.float().transpose(-2, -1)) / q.shape[-1] ** 0.5  # (B, H, T, S)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
-    return scores.softmax(dim=-1)
+    return scores if mask is None else scores.masked_fill(~mask, -torch.inf)
+
+
+def reference_weights(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
+    """The attention weights, the softmax of the scores: (B, H, T, S)."""
+    return reference_scores(q, k, mask).softmax(dim=-1)
 
 
 def reference(q: Tensor, k: KeysOrValues, v: KeysOrValues, mask: Tensor | None = None) -> Tensor:

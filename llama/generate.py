@@ -26,22 +26,12 @@ def prompt_chunk(device: torch.device | str) -> int:
 
 
 @torch.inference_mode()
-def prefill(
-    model: Transformer,
-    tokens: Sequence[int],
-    cache: KVCache,
-    chunk: int | None = None,
-    progress: Progress | None = None,
-) -> Tensor:
-    """Feed ids into the model, `chunk` at a time to bound the memory; return the logits (V,) after the last id.
-
-    chunk is `prompt_chunk(cache.device)` by default. Each chunk is passed the length of the complete text, so that a
-    RoPE that depends on the length uses the same frequencies for all of it.
-    """
+def prefill(model: Transformer, tokens: Sequence[int], cache: KVCache, progress: Progress | None = None) -> Tensor:
+    """Feed ids into the model, in chunks; return the logits (V,) after the last id."""
     if not tokens:
         raise UsageError("prefill needs at least one token")
     done = 0
-    for hidden in prefill_chunks(model, tokens, cache, chunk):  # (1, T, C)
+    for hidden in prefill_chunks(model, [tokens], cache):  # (1, T, C)
         last = hidden[:, -1]  # (1, C): only the last token needs logits
         done += hidden.shape[1]
         if progress is not None:
@@ -50,16 +40,17 @@ def prefill(
 
 
 @torch.inference_mode()
-def prefill_chunks(
-    model: Transformer, tokens: Sequence[int], cache: KVCache, chunk: int | None = None
-) -> Iterator[Tensor]:
-    """Feed the chunks of `prefill`. Yields the hidden states (1, T, C) of each chunk after it is in the cache."""
-    chunk = prompt_chunk(cache.device) if chunk is None else checks.integer("prefill chunk", chunk)
-    length = cache.length + len(tokens)
+def prefill_chunks(model: Transformer, rows: Sequence[Sequence[int]], cache: KVCache) -> Iterator[Tensor]:
+    """Feed ids (B, T), `prompt_chunk` at a time to bound the memory.
+
+    Yields the hidden states (B, T, C) of each chunk after it is in the cache. Each chunk is passed the length of the
+    complete text, so that a RoPE that depends on the length uses the same frequencies for all of it.
+    """
+    tokens = torch.tensor(rows, device=cache.device)  # (B, T)
+    length = cache.length + tokens.shape[1]
     cache.reserve(length)  # at once, so that the cache does not grow, and copy, in between
-    for start in range(0, len(tokens), chunk):
-        part = torch.tensor([tokens[start : start + chunk]], device=cache.device)  # (1, T)
-        yield model.hidden(part, cache=cache, length=length)  # (1, T, C)
+    for start in range(0, tokens.shape[1], chunk := prompt_chunk(cache.device)):
+        yield model.hidden(tokens[:, start : start + chunk], cache=cache, length=length)  # (B, t, C)
 
 
 @torch.inference_mode()
@@ -72,7 +63,6 @@ def generate(
     n_vocab: int | None = None,
     cache: KVCache | None = None,
     constraint: Constraint | None = None,
-    chunk: int | None = None,
     diagnose: Diagnosis | None = None,
     progress: Progress | None = None,
 ) -> Iterator[Token]:
@@ -92,7 +82,7 @@ def generate(
     if cache is None:
         cache = model.new_cache(end)
     chooser = Chooser(prompt, params, cache.device, stop_ids, n_vocab, constraint, model.world, diagnose)
-    logits = prefill(model, chooser.text[cache.length :], cache, chunk, progress)  # (V,)
+    logits = prefill(model, chooser.text[cache.length :], cache, progress)  # (V,)
     while True:
         with model.runner.threads(1):  # the C++ kernels keep their threads between two passes
             token = chooser.choose(logits)

@@ -125,9 +125,7 @@ def commands() -> dict[str, str]:
 
     An option that several commands share stands with the default of the first; the others name only their own default.
     """
-    from llama.cli.common.arguments import SYNONYMS
-
-    given = [*SYNONYMS.items(), *cli.WORDS.items()]
+    from llama.cli.common.arguments import FIELD
 
     with mock.patch.dict(os.environ):
         os.environ.pop("CLEARLLAMA_MODEL", None)  # a default in the help texts
@@ -173,8 +171,7 @@ def commands() -> dict[str, str]:
         "commands": "\n\n".join(sections),
         "options": "\n\n".join(f"### {title}\n\n" + "\n".join(items) for title, items in shared.items()),
         "synonyms": "\n".join(
-            f"- `{name}`: {', '.join(f'`{other}`' for other, option in given if option == name)}"
-            for name in dict.fromkeys(option for _, option in given)
+            f"- `{name}`: {', '.join(f'`{other}`' for other in names.split())}" for name, names in FIELD.items()
         ),
     }
 

@@ -90,19 +90,38 @@ def browser() -> Iterator[Browser]:
         chromium.close()
 
 
+@pytest.fixture(scope="module")
+def kept_tabs() -> dict[str, Page]:
+    """Tabs of `open_page` that later tests load again."""
+    return {}
+
+
 @pytest.fixture
-def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
+def open_page(browser: Browser, kept_tabs: dict[str, Page]) -> Iterator[Callable[..., Page]]:
     """Open a page by its address. At the end there must be no errors or warnings, and no requests to other origins.
 
     expected  pattern of errors that do not count
+    keep      load the page in the tab of an earlier test with the same options, which takes a third of the time; what
+              the page stores is kept, too
     """
     faults: list[str] = []
     contexts = []
+    listeners = []
 
-    def opened(url: str, expected: str = "(?!)", reduced_motion: Any = "reduce", **how: Any) -> Page:
-        context = browser.new_context(reduced_motion=reduced_motion, **how)
-        contexts.append(context)
-        tab = context.new_page()
+    def opened(
+        url: str, expected: str = "(?!)", reduced_motion: Any = "reduce", keep: bool = False, **how: Any
+    ) -> Page:
+        key = repr((reduced_motion, how))
+        if keep and key in kept_tabs:
+            tab = kept_tabs[key]
+            tab.goto("about:blank")  # else an address that differs in its fragment is not loaded
+        else:
+            context = browser.new_context(reduced_motion=reduced_motion, **how)
+            tab = context.new_page()
+            if keep:
+                kept_tabs[key] = tab
+            else:
+                contexts.append(context)
         tab.set_default_timeout(PATIENCE * 1000)
 
         def note(text: str) -> None:
@@ -110,15 +129,21 @@ def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
                 faults.append(text)
 
         own = url.partition("#")[0], "data:", "blob:"
-        tab.on("console", lambda message: note(message.text) if message.type in ("error", "warning") else None)
-        tab.on("pageerror", lambda error: note(str(error)))
-        tab.on("request", lambda request: None if request.url.startswith(own) else note(request.url))
+        for event, listener in (
+            ("console", lambda message: note(message.text) if message.type in ("error", "warning") else None),
+            ("pageerror", lambda error: note(str(error))),
+            ("request", lambda request: None if request.url.startswith(own) else note(request.url)),
+        ):
+            tab.on(event, listener)
+            listeners.append((tab, event, listener))
         tab.goto(url)
         if how.get("java_script_enabled", True):
             tab.wait_for_selector("html[data-ready]")
         return tab
 
     yield opened
+    for tab, event, listener in listeners:
+        tab.remove_listener(event, listener)
     for context in contexts:
         context.close()
     assert faults == []

@@ -60,7 +60,7 @@ def answers(world: parallel.World | None, path: Path, options: dict[str, Any]) -
     model = build(world, path, **options)
     ids = torch.randint(model.config.vocab_size, (2, 24), generator=torch.Generator().manual_seed(1))  # (B, T)
     row, cache, both = ids[0].tolist(), model.new_cache(), model.new_cache(30, batch=2)
-    out = {"all positions": model(ids), "prefill": prefill(model, row[:20], cache, chunk=7)}
+    out = {"all positions": model(ids), "prefill": prefill(model, row[:20], cache)}
     out["decode"] = prefill(model, row[20:21], cache)
     cache.trim(11)
     out["trimmed"] = prefill(model, ids[1, 11:18].tolist(), cache)

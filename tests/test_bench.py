@@ -45,7 +45,7 @@ def test_peak_memory_lies_between_the_current_memory_and_ru_maxrss() -> None:
 def test_prompts_are_decoded_alike_alone_and_in_a_batch(
     monkeypatch: pytest.MonkeyPatch, length: int, chunk: int
 ) -> None:
-    monkeypatch.setattr(benchmark, "prompt_chunk", lambda device: chunk)
+    monkeypatch.setattr("llama.generate.prompt_chunk", lambda device: chunk)
     model, rows = tiny.model(), tiny.random_tokens(length, batch=3).tolist()
     found = list(benchmark.decode(model, rows, 6, length + 6))
     for i, row in enumerate(rows):

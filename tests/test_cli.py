@@ -98,7 +98,7 @@ def test_raw_and_chat_prompts_differ(clearllama: Run, tiny_gguf: Path, tmp_path:
     [
         (("generate", "--temperature", "nan", "x"), "temperature"),
         (("generate", "--top-k", "-1", "x"), "--top-k"),
-        (("generate", "-n", "-1", "x"), "--max-new-tokens"),
+        (("generate", "-n", "-3", "x"), "--max-new-tokens"),
         (("generate", "--rope", "spiral", "x"), "--rope"),
         (("generate", "--logprobs", "x"), "--json"),
         (("generate",), "empty"),

@@ -173,9 +173,10 @@ def test_cached_equals_uncached(default_llm: Llama) -> None:
 
 @pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 3, 512])
 @pytest.mark.slow
-def test_prefill_in_chunks(default_llm: Llama, chunk: int) -> None:
+def test_prefill_in_chunks(default_llm: Llama, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llama.generate.prompt_chunk", lambda device: chunk)
     ids = default_llm.tokenizer.encode(PROMPTS["greek"])
-    logits = prefill(default_llm.model, ids, default_llm.model.new_cache(100), chunk)
+    logits = prefill(default_llm.model, ids, default_llm.model.new_cache(100))
     torch.testing.assert_close(logits, default_llm.model(torch.tensor([ids]))[0, -1], rtol=0, atol=1e-3)
 
 

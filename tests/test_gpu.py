@@ -108,13 +108,14 @@ def zeros(*shape: int) -> Tensor:
     (None, "complex", "model"), (None, "half", "int8"), ("int8", "real", "model"), ("int4", "complex", "int8"),
 ])  # fmt: skip
 def test_prefill_decoding_and_batch_steps_stay_on_the_device_and_never_wait(
-    mode: FakeTensorMode, scheme: str | None, rope: str, kind: str
+    mode: FakeTensorMode, scheme: str | None, rope: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("llama.generate.prompt_chunk", lambda device: 3)
     model = to_cuda(block_model(scheme, rope), mode)
     model.cache_kind = kind
     with mode, torch.inference_mode():
         cache = model.new_cache(100)
-        for logits in (prefill(model, PROMPT, cache, chunk=3)[None], model(zeros(1, 1), cache=cache)[:, -1]):
+        for logits in (prefill(model, PROMPT, cache)[None], model(zeros(1, 1), cache=cache)[:, -1]):
             assert (logits.device, logits.dtype, logits.shape) == (CUDA, torch.float32, (1, CONFIG.vocab_size))
         rows = model.new_cache(100, batch=3).rows(0, 3)
         step = functools.partial(tiny.next_logits, model, zeros(3, 1), cache=rows)

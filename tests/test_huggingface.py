@@ -145,12 +145,13 @@ def test_a_trained_length_beside_the_scaling_is_read_as_in_transformers(tmp_path
 @pytest.mark.parametrize("length", [30, 63, 65])
 @pytest.mark.parametrize("rope", [ROPES[2], ROPES[8]], ids=label)
 def test_scalings_by_length_generate_the_text_of_transformers(
-    tmp_path: Path, rope: dict[str, Any], length: int
+    tmp_path: Path, rope: dict[str, Any], length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The prompts are longer than a prefill chunk, or decoding passes the trained length.
 
     There, we compute the text again under LongRoPE. transformers does that in Phi-3 only, so here it has no cache.
     """
+    monkeypatch.setattr("llama.generate.prompt_chunk", lambda device: 16)
     dynamic = rope["rope_type"] == "dynamic"
     context = 64 if dynamic else 512
     model = write(tmp_path, rope_parameters={**rope, "rope_theta": 10000.0}, max_position_embeddings=context)
@@ -158,7 +159,7 @@ def test_scalings_by_length_generate_the_text_of_transformers(
     options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "use_cache": dynamic}
     expected = model.generate(prompt, **options)[0, length:].tolist()
     params = SamplingParams(max_new_tokens=8, temperature=0.0)
-    found = generate(load(tmp_path, max_seq_len=512), prompt[0].tolist(), params, chunk=16)
+    found = generate(load(tmp_path, max_seq_len=512), prompt[0].tolist(), params)
     assert [token.id for token in found] == expected
 
 

@@ -134,20 +134,43 @@ def test_rm_leaves_what_is_outside_of_the_cache(caches: Path, capsys: pytest.Cap
     (caches / "hub/models--org--link").symlink_to(outside)
     (caches / "own/default.gguf").unlink()
     (caches / "own/default.gguf").symlink_to(outside / "weights")
+    part = caches / f"hub/models--org--parts/snapshots/{SHA}/b-00002-of-00002.gguf"
+    part.unlink()
+    part.symlink_to(outside / "weights")
     before = files_in(caches)
     for name, message in {
         "org/link": "models--org--link is a symbolic link to",
         "default": "default.gguf is a symbolic link to",
-        "org/quants:Q8_0": "only a whole repository can be removed: clearllama rm org/quants",
-        "org/quants/a-Q8_0.gguf": "only a whole repository",
-        "org/one@main2": "only a whole repository",
+        f"org/meta@{SHA}": "only a GGUF model or the whole repository can be removed: clearllama rm org/meta",
+        "org/parts/b-00001-of-00002.gguf": "b-00002-of-00002.gguf is a symbolic link to",
+        "org/quants:Q3_K": "there is no org/quants:Q3_K in",
+        "org/quants/mmproj-b.gguf": "there is no org/quants/mmproj-b.gguf in",
         str(outside): "is no name of a model in a cache",
         "../outside": "is no name of a model in a cache",
         "org/..": "is no name of a model in a cache",
     }.items():
-        assert remove(name, "--yes") == 2
+        assert remove(name, "--yes") == (1 if "there is no" in message else 2)
         assert message in capsys.readouterr().err
     assert files_in(caches) == before
     assert remove("org/one", "--yes") == 0
     assert (outside / "weights").read_text() == "weights"
     assert not (caches / "hub/models--org--one").exists()
+
+
+@pytest.mark.parametrize("name", ["org/quants:Q8_0", "hf.co/org/quants:Q8_0", "org/quants/a-Q8_0.gguf", "org/parts"])
+def test_rm_removes_one_quantization_with_its_blobs(caches: Path, name: str) -> None:
+    """The other files of the repository stay, and no revision keeps a link to what is gone."""
+    other = caches / "hub/models--org--quants/snapshots/older"
+    other.mkdir()
+    for file in ("a-Q8_0.gguf", "a-Q4_K_M.gguf"):
+        (other / file).symlink_to(f"../../blobs/{file}")
+    before = files_in(caches)
+    gone = {path for path in before if path.name == "a-Q8_0.gguf"}
+    assert len(gone) == 3
+    if name == "org/parts":
+        name += "/b-00001-of-00002.gguf"
+        gone = {path for path in before if path.name.startswith("b-")}
+        assert len(gone) == 4
+    assert remove(name, "--yes") == 0
+    assert files_in(caches) == before - gone
+    assert hub.resolve("org/quants", fetch=False).name == "a-Q4_K_M.gguf"

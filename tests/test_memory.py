@@ -38,7 +38,7 @@ def long_model(**changes: Any) -> Transformer:
 
 # ------------------------------------------------------------------------------------------------ prefill in chunks
 @pytest.mark.parametrize("length", [TRAINED - 1, TRAINED + 1, 300])
-def test_a_prompt_in_chunks_gives_the_logits_and_keys_of_one_pass(length: int) -> None:
+def test_a_prompt_in_chunks_gives_the_logits_and_keys_of_one_pass(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also under frequencies that depend on the length."""
     model = long_model(rope_scaling={"rope_type": "dynamic", "factor": 4.0})
     tokens = tiny.random_tokens(length)
@@ -46,7 +46,8 @@ def test_a_prompt_in_chunks_gives_the_logits_and_keys_of_one_pass(length: int) -
     expected = model(tokens, cache=whole)[0, -1]
     for chunk in (7, 64, length):
         cache = model.new_cache(length)
-        got = prefill(model, tokens[0].tolist(), cache, chunk)
+        monkeypatch.setattr("llama.generate.prompt_chunk", lambda device, chunk=chunk: chunk)
+        got = prefill(model, tokens[0].tolist(), cache)
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
         torch.testing.assert_close(tiny.contents(cache), tiny.contents(whole), rtol=0, atol=1e-4)
 
@@ -161,7 +162,7 @@ def test_the_check_counts_the_chunks_that_a_prompt_is_fed_in(
     cache: Any = SimpleNamespace(device=devices[1], length=0, reserve=lambda length: None)
     real = torch.tensor
     monkeypatch.setattr(torch, "tensor", lambda data, device: real(data))  # this machine may have no GPU
-    list(prefill_chunks(model, [0] * 5000, cache))
+    list(prefill_chunks(model, [[0] * 5000], cache))
     assert max(fed) == {"cpu": 256, "cuda": 2048}[layers[1]]
     part = dataclasses.replace(plan.config, n_layers=2 // len(set(layers)))
     assert set(needs) == {memory.activation_bytes(part, 5000, 4, "model", max(fed))}

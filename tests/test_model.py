@@ -171,12 +171,13 @@ def test_tokens_without_a_batch_dimension_are_rejected() -> None:
         tiny.model()(torch.tensor([1, 2]))
 
 
-def test_a_cache_keeps_its_contents_when_it_grows() -> None:
+def test_a_cache_keeps_its_contents_when_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llama.generate.prompt_chunk", lambda device: 300)
     config = dataclasses.replace(tiny.CONFIG, max_seq_len=5000)
     model, tokens = tiny.model(config), tiny.random_tokens(1100)
     cache = model.new_cache()
     slots = cache.slots
-    grown = prefill(model, tokens[0].tolist(), cache, 300)
+    grown = prefill(model, tokens[0].tolist(), cache)
     assert slots < 1100 <= cache.slots < 5000
     torch.testing.assert_close(grown, model(tokens)[0, -1], **TOLERANCE)
 
@@ -218,9 +219,10 @@ def test_logits_with_a_cache_equal_those_without_at_every_position() -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 7, 100])
-def test_prefill_in_chunks_returns_the_same_logits(chunk: int) -> None:
+def test_prefill_in_chunks_returns_the_same_logits(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llama.generate.prompt_chunk", lambda device: chunk)
     model, tokens = tiny.model(), tiny.random_tokens(40)
-    logits = prefill(model, tokens[0].tolist(), model.new_cache(), chunk)
+    logits = prefill(model, tokens[0].tolist(), model.new_cache())
     torch.testing.assert_close(logits, model(tokens)[0, -1], **TOLERANCE)
 
 

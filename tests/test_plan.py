@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from llama.cache import KVCache
 from llama.checkpoint import open_checkpoint
 from llama.cli import main
-from llama.cli.plan import architecture
 from llama.config import ModelConfig
 from llama.engine.linears import GroupedLinear
 from llama.errors import LlamaError
@@ -27,7 +26,7 @@ from llama.quant.schemes import SCHEMES, quantize, scheme_for
 from llama.study.perplexity import tiny_folder
 from llama.system.memory import Room
 from llama.tools.convert import convert
-from llama.tools.families import official
+from llama.tools.families import architecture, official
 from llama.tools.plan import GPUS, Run, parse_gpus, plan, weight_bytes
 from llama.weights import expected_shapes
 
@@ -189,7 +188,7 @@ def test_an_impossible_plan_is_refused(arguments: list[str], why: str, capfd: py
 def test_a_configuration_file_is_enough(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text((tiny_folder() / "config.json").read_text())
-    assert architecture(str(file))[:2] == (tmp_path.name, open_checkpoint(tiny_folder()).config)
+    assert architecture(str(file)) == (open_checkpoint(tiny_folder()).config, None)
     for text in ("", "[]", "{", '{"hidden_size": 1}'):
         file.write_text(text)
         with pytest.raises(LlamaError):
@@ -234,10 +233,13 @@ def test_a_quantized_gguf_is_planned_by_the_bytes_that_a_gpu_stores(
     assert facts["memory"]["weights"] == expected
     found = {other["quantize"]: other["per_gpu"] for other in facts["alternatives"]}
     stored = [] if type == "Q5_0" else ["as stored"]  # Q5_0 is dequantized
-    assert (facts["quantize"], list(found)) == (next(iter(stored), None), [*stored, None, "int8", "int4"])
+    assert (facts["quantize"], {*found}) == (next(iter(stored), None), {*stored, None, "int8", "int4"})
     for options in ((), ("--dtype", "bfloat16"), ("--quantize", "int4")):
         alone = planned(capsys, path, *options)
         assert found[alone["quantize"]] == alone["memory"]["total"]
+        speeds = {other["quantize"]: other["tps_each"] for other in alone["alternatives"]}
+        assert speeds[alone["quantize"]] == alone["decode"]["tps_each"]
+        assert [*speeds.values()] == sorted(speeds.values(), reverse=True), "the fastest is not the first"
         assert options[:1] != ("--dtype",) or alone["memory"]["weights"] == 2 * config.n_params
 
 
@@ -250,17 +252,22 @@ def here_or_named(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, 
 def test_without_gpus_the_plan_is_for_the_memory_that_is_free(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
     free = {"cpu": 40 * 10**9, "cuda:0": 60 * 10**9, "cuda:1": 50 * 10**9}
     monkeypatch.setattr("llama.tools.plan.free_memory", lambda device="cpu": Room(free[device], ""))
+    monkeypatch.setattr("llama.tools.plan.read_bandwidth", lambda device: {"cpu": 3e10, "cuda": 9e11}[device.type])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    here, named = here_or_named(capsys), here_or_named(capsys, "--gpus", "1xcpu", "--gpu-memory", "40GB")
-    assert here["gpu"].pop("source") == f"free on this machine; {torch.get_num_threads()} threads"
+    speed = ("--gpu-bandwidth", "30GB/s")
+    here, named = here_or_named(capsys), here_or_named(capsys, "--gpus", "1xcpu", "--gpu-memory", "40GB", *speed)
+    source = f"free on this machine, which reads 30 GB/s now in {torch.get_num_threads()} threads"
+    assert here["gpu"].pop("source") == source
     named["gpu"].pop("source")
     assert here == named
     assert here_or_named(capsys, "--gpu-bandwidth", "50GB/s")["gpu"]["bandwidth"] == 5e10
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA Test")
-    here, named = here_or_named(capsys), here_or_named(capsys, "--gpus", "2xcustom", "--gpu-memory", "50GB")
-    assert here["gpu"] == {**named["gpu"], "name": "NVIDIA Test", "source": "free on this machine"}
+    speed = ("--gpu-bandwidth", "900GB/s")
+    here, named = here_or_named(capsys), here_or_named(capsys, "--gpus", "2xcustom", "--gpu-memory", "50GB", *speed)
+    source = "free on this machine, which reads 900 GB/s now"
+    assert here["gpu"] == {**named["gpu"], "name": "NVIDIA Test", "source": source}
     assert {**here, "gpu": None} == {**named, "gpu": None}
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -26,7 +25,7 @@ from .base import EMBEDDING, OUTPUT, Checkpoint, in_layout, model_weights
 from .huggingface import read_chat_template, read_tokenizer
 from .lora import Adapter, LowRank, read
 from .weight import CACHED_ENTRIES, DTYPES, DerivedWeight, MemoryWeight, Weight
-from .write import raw_bytes
+from .write import digest
 
 ENDS = EMBEDDING, OUTPUT  # they may be tied, and may get more rows
 # A path, "PATH:SCALE", or (path, scale); or several of them
@@ -214,12 +213,8 @@ def _is_copy(copy: Tensor, base: Checkpoint, name: str) -> bool:
 
 def _hash(adapters: Sequence[tuple[Adapter, float]], whole: Mapping[str, Tensor]) -> str:
     """A hash of the adapters' contents and scales; it does not depend on their paths."""
-    digest = hashlib.sha256()
     changes = [(name, whole[name]) for name in sorted(whole)]
     for adapter, scale in adapters:
         for name, low in sorted(adapter.low_rank.items()):
             changes += [(f"{name} {scale * low.scale!r}", part) for part in (low.down, low.up)]
-    for change, tensor in changes:
-        digest.update(f"{change} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-        digest.update(raw_bytes(tensor).data)
-    return digest.hexdigest()
+    return digest(changes)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,3 +44,12 @@ def raw_bytes(tensor: Tensor) -> NDArray[np.uint8]:
     """The bytes of a tensor in row-major order, without a copy if it is contiguous."""
     raw: NDArray[np.uint8] = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     return raw
+
+
+def digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """The sha256 of named tensors: of their names, shapes, dtypes and bytes, in this order."""
+    found = hashlib.sha256()
+    for name, tensor in tensors:
+        found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+        found.update(raw_bytes(tensor.detach().cpu()).data)
+    return found.hexdigest()

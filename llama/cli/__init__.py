@@ -22,10 +22,8 @@ from .common.parser import Parser, add, first_sentence
 
 COMMANDS = (  # each is a module of this folder
     *("generate", "chat", "serve", "inspect", "plan", "convert", "quantize", "pull", "list", "rm", "verify"),
-    *("doctor", "bench", "perplexity", "study", "tokenize", "trace", "steer", "explain"),
+    *("doctor", "bench", "perplexity", "study", "tokenize", "trace", "steer", "explain", "completion"),
 )
-WORDS = {"run": "chat", "show": "inspect", "ls": "list"}  # commands of other programs
-RESIDENT = "no model stays loaded between commands; clearllama serve keeps one, in the foreground"
 SPIN_COUNT = 1000  # steps of a busy loop, about 5 microseconds, before an OpenMP thread sleeps
 GREETING = """clearllama runs, inspects and explains LLaMA models. Three examples:
 
@@ -41,9 +39,9 @@ def build_parser(names: Iterable[str] = COMMANDS) -> Parser:
     """The parser of these commands; the description of a command is its module's docstring. Does not import torch."""
     parser = Parser(
         prog="clearllama",
-        description="Run, inspect and study LLaMA models; clearllama COMMAND --help shows options.",
+        description=f"Run and study LLaMA models (version {__version__}); COMMAND --help shows its options.",
     )
-    parser.add_argument("--version", action="version", version=f"clearllama {__version__}")
+    parser.add_argument("--version", action="version", version=f"clearllama {__version__}", help=argparse.SUPPRESS)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     parser.commands = commands.choices
     for name in names:
@@ -63,19 +61,23 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     first, *others = words
     if first == "help":
         first, *others = [*others[:1], "--help"]
-    if first == "run" and len(others) > 1 and not any(word.startswith("-") for word in others[:2]):
-        first, others = "generate", ["--model", *others]  # as in ollama run MODEL TEXT
-    words = [first := WORDS.get(first, first), *others]
+    if first == "run":
+        named = bool(others) and not others[0].startswith("-")
+        asked = named and len(others) > 1 and not others[1].startswith("-")
+        if asked or sys.stdin is None or not sys.stdin.isatty():  # as in Ollama, answer once
+            first, others = "generate", [*["--model"] * named, *others]
+    own = arguments.SYNONYMS.get(first)
+    words = [first := own if own in (*COMMANDS, "--version") else first, *others]
     parser = build_parser([first] if first in COMMANDS else COMMANDS)
     command = parser.commands.get(first, parser)
     if command is parser and first not in parser._option_string_actions:
-        if first in ("ps", "stop"):
-            parser.error(f"{first}: {RESIDENT}")
+        if answer := arguments.ANSWER.get(first):
+            parser.error(f"{first}: {answer}")
         near = _similar(first, [*COMMANDS, "--help", "--version"])
         parser.error(f"expected a command first, as in clearllama generate TEXT, got {first!r:.80}{near}")
     command.hint = lambda name: _hint(name, first, command)
     given = words[: words.index("--") if "--" in words else None]
-    answered = [word for word in given if word in arguments.ANSWERS.keys() - command._option_string_actions.keys()]
+    answered = [word for word in given if word in arguments.ANSWER.keys() - command._option_string_actions.keys()]
     if answered:
         same = [word for word in answered if command.hint(word) == command.hint(answered[0])]
         command.error(f"unrecognized arguments: {', '.join(same)}{command.hint(answered[0])}")
@@ -95,10 +97,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 def _hint(option: str, command: str, parser: Parser) -> str:
     """What to say of an unknown option of a command."""
+    if answer := arguments.ANSWER.get(option):
+        return f"; {answer}"
     if name := arguments.SYNONYMS.get(option):
         return f"; it is {name} of other commands, which {command} does not have"
-    if answer := arguments.ANSWERS.get(option):
-        return f"; {answer}"
     return _similar(option, parser._option_string_actions)
 
 

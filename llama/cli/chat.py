@@ -187,9 +187,9 @@ class Chat:
         """Run a /command. Raises UsageError for an unknown one or a wrong argument."""
         from ..generation.session import Session
 
-        name, _, rest = line.partition(" ")
-        match name, rest.strip():
-            case "/help", "":
+        name, _, rest = line.removeprefix("/set ").removeprefix("/").partition(" ")  # /set system TEXT, of Ollama
+        match f"/{name}", rest.strip():
+            case "/help" | "/?", "":
                 reply = HELP
             case "/retry", "":
                 if not {**self.llm.sampling, **self.options}.get("temperature", 0):
@@ -217,6 +217,8 @@ class Chat:
                 raise UsageError(f"{command} needs a file: {command} FILE")
             case "/exit" | "/quit" | "/bye", "":
                 self.left, reply = True, ""
+            case "/show" | "/set" | "/parameter", _:
+                raise UsageError("options follow clearllama chat, as --temperature 0; clearllama inspect shows a model")
             case _:
                 raise UsageError(f"unknown command {line!r:.80}; /help lists them; // begins a message with a slash")
         if reply:

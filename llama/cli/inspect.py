@@ -17,21 +17,20 @@ UNITS = {"GB": 10**9, "MB": 10**6, "kB": 10**3, "bytes": 1}
 
 
 OPTIONS = [
-    *arguments.checkpoint("the checkpoint"),
+    *arguments.checkpoint("checkpoint, config.json or a name in configs/ (llama-3-8b)"),
     arguments.TOKENIZER,
     ("--json", bool, "write one JSON object, with sizes in bytes"),
 ]
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..checkpoint import open_checkpoint
-    from ..hub import resolve
-    from ..tools.model_facts import model_facts
+    from ..tools.families import architecture
+    from ..tools.model_facts import architecture_facts, model_facts
 
-    checkpoint = open_checkpoint(resolve(args.model, args.quiet), args.tokenizer)
-    facts = model_facts(checkpoint)
+    config, checkpoint = architecture(args.model, args.tokenizer, args.quiet)
+    facts = architecture_facts(config) if checkpoint is None else model_facts(checkpoint)
     terminal.show(args, facts, tables.table(row for name, value in facts.items() for row in rows(name, value)))
-    return 1 if facts["mismatches"] else 0
+    return 1 if facts.get("mismatches") else 0
 
 
 def rows(name: str, value: Any) -> Iterator[tuple[str, str]]:

@@ -1,25 +1,19 @@
 """Compute whether a model fits on a machine, and its top speed.
 
-Without --gpus, the plan is for the memory that is free on this machine. The result is the memory needed on each GPU,
-what fits, and an upper bound on the speed of decoding: the bandwidth divided by the bytes that a step reads. The
-sources are the model's shapes and the data sheets of the GPUs; no weights are needed. Exit code 1 if the GPUs have too
-little memory.
+Without --gpus, the plan is for the free memory and the measured bandwidth of this machine. The result is the memory
+needed on each GPU, what fits, and an upper bound on the speed of decoding: the bandwidth divided by the bytes that a
+step reads; last, the same for other quantizations, the fastest first. The sources are the model's shapes and the data
+sheets of the GPUs; no weights are needed. Exit code 1 if the GPUs have too little memory.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..checks import dtype_name
-from ..errors import CheckpointError
 from .common import arguments, loading, tables, terminal
-
-if TYPE_CHECKING:
-    from ..checkpoint import Checkpoint
-    from ..config import ModelConfig
 
 AS_STORED = "as stored"
 
@@ -55,10 +49,11 @@ def run(args: argparse.Namespace) -> int:
     from ..engine.runtime import pick_dtype
     from ..quant.groups import GroupFormat
     from ..tools import plan
+    from ..tools.families import architecture
     from ..weights import plan_weights
 
     count, gpu = plan.parse_gpus(args.gpus, args.gpu_memory, args.gpu_bandwidth)
-    name, config, checkpoint = architecture(args.model)
+    config, checkpoint = architecture(args.model, fetch=False)
     on_cpu, dtype = gpu.name == "cpu", args.dtype or "bfloat16"
     if on_cpu and not args.dtype:
         dtype = dtype_name(pick_dtype(None, torch.device("cpu")))
@@ -78,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     request = plan.Run(config, sizes[kind], args.batch, context, count, size, args.kv_cache)
     held = "bfloat16" if weight_size < size else dtype
     facts: dict[str, Any] = {
-        "model": name,
+        "model": loading.model_name(args.model),
         "dtype": dtype,
         "stored": held,
         "quantize": kind,
@@ -86,25 +81,6 @@ def run(args: argparse.Namespace) -> int:
     }
     terminal.show(args, facts, text(facts))
     return 0 if facts["fits"] else 1
-
-
-def architecture(name: str) -> tuple[str, ModelConfig, Checkpoint | None]:
-    """Name, configuration and, unless the argument is only a configuration, checkpoint of a model."""
-    from ..checkpoint import huggingface, open_checkpoint
-    from ..hub import resolve
-    from ..system.documents import read_json
-    from ..tools.families import official
-
-    path = Path(name)
-    if name in official() and not path.exists():
-        return name, official()[name], None
-    if path.suffix == ".json":
-        return path.resolve().parent.name, huggingface.read_config(read_json(path), str(path))[0], None
-    try:
-        checkpoint = open_checkpoint(resolve(name, fetch=False))
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}; models without files: {', '.join(official())}") from None
-    return loading.model_name(name), checkpoint.config, checkpoint
 
 
 def text(facts: dict[str, Any]) -> str:
@@ -133,5 +109,6 @@ def text(facts: dict[str, Any]) -> str:
     for other in facts["alternatives"]:
         most = other["largest_context"]
         longest = f"fits up to {most:,} tokens" if most else "does not fit"
-        rows.append((other["quantize"] or facts["stored"], f"{other['per_gpu'] / 1e9:.2f} GB{each}, {longest}"))
+        speed = f", at most {other['tps_each']:,.1f} tok/s each" if other["tps_each"] else ""
+        rows.append((other["quantize"] or facts["stored"], f"{other['per_gpu'] / 1e9:.2f} GB{each}, {longest}{speed}"))
     return tables.table(rows)

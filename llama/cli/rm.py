@@ -1,7 +1,8 @@
 """Remove a downloaded model.
 
-NAME is the default model, which is in the cache folder, or ORG/NAME in the hub's cache: the whole repository, which
-other programs may use too. Other files are never removed, nor is a symbolic link followed.
+NAME is the default model, which is in the cache folder, or a model in the hub's cache, which other programs may use
+too: ORG/NAME is the whole repository, ORG/NAME:QUANT or ORG/NAME/FILE.gguf one of its GGUF models. Other files are
+never removed, nor is a symbolic link out of the cache followed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from . import inspect
 from .common import terminal
 
 OPTIONS = [
-    ("name NAME", str, "the model (as 'clearllama list' names it, without a file)"),
+    ("name NAME", str, "the model (as 'clearllama list' names it)"),
     ("-y --yes", bool, "do not ask"),
 ]
 NEEDS_TORCH = False
@@ -24,9 +25,9 @@ NEEDS_TORCH = False
 def run(args: argparse.Namespace) -> int:
     from ..hub import local
 
-    path, size = local.removable(args.name)
-    shared = "; other programs use this cache of the hub, too" if path.is_dir() else ""
-    what = f"{path} ({inspect.text('_bytes', size)}){shared}"
+    paths, size, shared = local.removable(args.name)
+    more = "; other programs use this cache of the hub, too" if shared else ""
+    what = f"{paths[0]} ({inspect.text('_bytes', size)}){more}"
     if args.yes:
         terminal.info(f"removing {what}")
     elif sys.stdin is None or not sys.stdin.isatty():
@@ -35,5 +36,6 @@ def run(args: argparse.Namespace) -> int:
         terminal.write_stderr(f"remove {what}? [y/N]")
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             return 1
-    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for path in paths:
+        path.unlink() if path.is_symlink() or path.is_file() else shutil.rmtree(path)
     return 0

@@ -16,7 +16,6 @@ tensors; both raise RuntimeError if another rank has ended.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 import sys
 from collections.abc import Callable
@@ -30,6 +29,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.base import Checkpoint
 from ..checkpoint.weight import MemoryWeight, Weight
+from ..checkpoint.write import digest
 from ..config import ModelConfig
 from ..errors import UsageError
 from ..model import Transformer
@@ -215,10 +215,8 @@ def sample_hash(checkpoint: Checkpoint) -> str:
 
     Training, or merging an adapter, changes these.
     """
-    last, sample = checkpoint.config.n_layers - 1, hashlib.sha256()
+    last = checkpoint.config.n_layers - 1
     layers = tuple(f"layers.{i}." for i in (0, last // 2, last))
-    for name, shape in sorted(checkpoint.shapes.items()):
-        if not name.startswith("layers.") or name.startswith(layers):
-            first = checkpoint.weight(name)[: 1 if len(shape) == 2 else None].floats()
-            sample.update(first.float().numpy().tobytes())
-    return sample.hexdigest()
+    sample = [name for name in sorted(checkpoint.shapes) if not name.startswith("layers.") or name.startswith(layers)]
+    weights = ((name, checkpoint.weight(name)) for name in sample)
+    return digest((name, weight[: 1 if len(weight.shape) == 2 else None].floats()) for name, weight in weights)

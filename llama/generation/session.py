@@ -8,7 +8,6 @@ nonsense; so a session is accepted only by a model with the same settings and th
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -24,7 +23,7 @@ from torch import Tensor
 from ..cache import KVCache
 from ..chat import check_messages
 from ..checkpoint.huggingface_write import Entry, write_safetensors
-from ..checkpoint.write import raw_bytes
+from ..checkpoint.write import digest
 from ..checks import dtype_name
 from ..engine.linears import describe_quantization
 from ..errors import CheckpointError, UsageError
@@ -263,15 +262,13 @@ def sample(model: Transformer) -> str:
     So a model of 16 GB in a mapped file is not read completely; two models that differ only in the middle of all their
     matrices have the same hash.
     """
-    digest = hashlib.sha256()
+    ends = []
     for name, tensor in sorted([*model.named_parameters(), *model.named_buffers()], key=lambda item: item[0]):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-        entries = tensor.detach().reshape(-1)  # a view, since weights are contiguous
+        entries = tensor.reshape(-1)  # a view, since weights are contiguous
         some = ENDS // tensor.element_size()
-        ends = [entries] if tensor.dim() < 2 or len(entries) <= 2 * some else [entries[:some], entries[-some:]]
-        for end in ends:
-            digest.update(raw_bytes(end.cpu()).data)
-    return digest.hexdigest()[:16]
+        parts = [entries] if tensor.dim() < 2 or len(entries) <= 2 * some else [entries[:some], entries[-some:]]
+        ends += [(f"{name} {tuple(tensor.shape)}", part) for part in parts]
+    return digest(ends)[:16]
 
 
 def _digest(tokenizer: Tokenizer | str) -> str:
@@ -295,11 +292,7 @@ def _used(cache: KVCache, count: int) -> dict[str, Tensor]:
 
 
 def _checksum(about: str, tensors: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha256(about.encode())
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-        digest.update(raw_bytes(tensor.cpu()).data)
-    return digest.hexdigest()
+    return digest([(about, torch.empty(0)), *sorted(tensors.items())])
 
 
 def open_session(path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:

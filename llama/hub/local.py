@@ -58,20 +58,26 @@ def _local(name: str, path: Path, files: list[Path]) -> Local:
     return Local(name, path, kind, sum(fact.st_size for fact in facts), max(fact.st_atime for fact in facts))
 
 
-def removable(name: str) -> tuple[Path, int]:
-    """The file or folder that has a model in a cache, and its bytes. Raises UsageError if it may not be removed."""
+def removable(name: str) -> tuple[list[Path], int, bool]:
+    """The files or the folder of a model in a cache, their bytes, and whether the cache is the hub's.
+
+    Raises UsageError if they may not be removed.
+    """
     id = hub_id(name)
-    if name == models.DEFAULT:
-        path = cache_folder() / models.FILE
-    elif id is None:
+    if id is None and name != models.DEFAULT:
         raise UsageError(f"{name!r} is no name of a model in a cache; clearllama list shows the names")
-    elif id != HubId(id.repo):
-        raise UsageError(f"only a whole repository can be removed: clearllama rm {id.repo}")
-    else:
-        path = store(id)
-    if path.is_symlink():  # the model is outside of the cache
-        raise UsageError(f"{path} is a symbolic link to {os.readlink(path)}; remove it yourself")
-    if not path.exists():
-        raise CheckpointError(f"{path} does not exist; clearllama list shows the models on this machine")
-    files = [path, *path.rglob("*")]
-    return path, sum(file.lstat().st_size for file in files if file.is_file() and not file.is_symlink())
+    root = cache_folder() / models.FILE if id is None else store(id)
+    found = find_cached(id) if id is not None and id != HubId(id.repo) else root
+    if found is None or not os.path.lexists(found):
+        raise CheckpointError(f"there is no {name} in {root}; clearllama list shows the models on this machine")
+    if found not in (root, found.with_suffix(".gguf")):
+        raise UsageError(f"only a GGUF model or the whole repository can be removed: clearllama rm {id and id.repo}")
+    paths = [found] if found == root else [found.with_name(part) for part in with_all_parts([found.name])]
+    for path in paths:
+        if root.is_symlink() or root.resolve() not in (path.resolve(), *path.resolve().parents):
+            raise UsageError(f"{path} is a symbolic link to {os.path.realpath(path)}; remove it yourself")
+    files = [root, *root.rglob("*")]
+    if found != root:  # in the hub's cache, a file is a link to a blob, as the same file of another revision is
+        blobs = {path.resolve() for path in paths}
+        paths = files = [*paths, *(file for file in files if file.resolve() in blobs and file not in paths)]
+    return paths, sum(file.lstat().st_size for file in files if file.is_file() and not file.is_symlink()), id is not None

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from .. import attention, model, rope
 from ..checks import dtype_name
@@ -124,24 +123,10 @@ def reference(
 
 
 # -------------------------------------------------------------------------------------------- recording the model
-class _SoftmaxRecorder(TorchFunctionMode):
-    """Records the input and the output of softmax."""
-
-    def __init__(self, seen: dict[str, Tensor]):
-        super().__init__()
-        self.seen = seen
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") == "softmax":
-            self.seen["s"], self.seen["p"] = args[0], out
-        return out
-
-
 # letter of `reference` -> the name of its tensor in hooks.py, without the layer
 SITES = {
     **{"h": "resid_pre", "x": "attn_in", "q": "q", "k": "k", "v": "v", "q'": "rot_q", "k'": "rot_k", "y": "z"},
-    **{"o": "attn_out", "a": "resid_mid", "z": "mlp_in", "f": "mlp_out", "h'": "resid_post"},
+    **{"p": "pattern", "o": "attn_out", "a": "resid_mid", "z": "mlp_in", "f": "mlp_out", "h'": "resid_post"},
 }
 
 
@@ -154,9 +139,9 @@ def _computed(net: Transformer, ids: Sequence[int], layer: int) -> dict[str, Arr
     block = net.layers[layer]
     names = {"e": "embed", **{letter: f"{site}.{layer}" for letter, site in SITES.items()}}
 
-    def attend(*inputs: Any) -> Tensor:
-        with _SoftmaxRecorder(seen):
-            return attention.reference(*inputs)
+    def attend(q: Any, k: Any, v: Any, mask: Tensor | None) -> Tensor:
+        seen["s"] = attention.reference_scores(q, k, mask)
+        return attention.reference(q, k, v, mask)
 
     with contextlib.ExitStack() as stack:
         stack.callback(block.set_submodule, "attention.attend", block.attention.attend)
@@ -212,12 +197,8 @@ def recipes(form: str, apply: Callable[..., Any], kind: str = "default", qk_norm
 
     Functions are looked up at each call and not at import, so that the quoted code is the code that runs.
     """
-    forward, block, norm, scores = (
-        model.Attention.forward,
-        model.TransformerBlock.forward,
-        model.RMSNorm.forward,
-        attention.reference_weights,
-    )
+    forward, block, norm = model.Attention.forward, model.TransformerBlock.forward, model.RMSNorm.forward
+    scores = attention.reference_scores
     normed = "y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)"
     projections = [(forward, f"self.w{name}(x).unflatten(-1, (-1, self.head_dim))") for name in "qkv"]
     of_heads = ",  then RMSNorm of each head of q and k" if qk_norm else ""
@@ -241,7 +222,8 @@ def recipes(form: str, apply: Callable[..., Any], kind: str = "default", qk_norm
         ("scores", "s_mn = q'_m · k'_n / sqrt(D) for n <= m, else -inf; query head h reads key head h // (H / KV)",
          "s (H, T, T)", [(scores, "(q.float() @ k.float().transpose(-2, -1)) / q.shape[-1] ** 0.5"),
                          (scores, "scores.masked_fill(~mask, -torch.inf)")]),
-        ("softmax", "p_mn = e^(s_mn) / sum over n of e^(s_mn)", "p (H, T, T)", [(scores, "scores.softmax(dim=-1)")]),
+        ("softmax", "p_mn = e^(s_mn) / sum over n of e^(s_mn)", "p (H, T, T)",
+         [(attention.reference_weights, "reference_scores(q, k, mask).softmax(dim=-1)")]),
         ("weighted sum", "y_m = sum over n of p_mn v_n", f"y {D}",
          [(attention.reference, "reference_weights(x, k, mask) @ v.float()")]),
         ("output projection", "o = W_o (y of all heads, concatenated)", f"o {T}",

@@ -11,7 +11,6 @@ to the output of layer N, times the scale. Layers count from 0, and layer 0 has 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.gguf import GGUFFile
+from ..checkpoint.write import digest
 from ..errors import CheckpointError, UsageError
 from ..model import Transformer
 from ..system.temporary import write_atomically
@@ -39,10 +39,7 @@ class ControlVector:
 
     def digest(self) -> str:
         """sha256 of the directions."""
-        found = hashlib.sha256()
-        for layer, direction in sorted(self.directions.items()):
-            found.update(f"{layer} {tuple(direction.shape)}\n".encode() + direction.cpu().numpy().tobytes())
-        return found.hexdigest()
+        return digest((str(layer), direction) for layer, direction in sorted(self.directions.items()))
 
     @classmethod
     def read(cls, path: str | Path) -> ControlVector:

@@ -32,19 +32,7 @@ from .dialects import standard
 from .engine import COUNTED, Engine, Inbox, Look, Steps
 from .look import Looks
 from .openai import Chat, Completions
-from .requests import (
-    apply_template,
-    check_model,
-    detokenize,
-    parse_answer,
-    parse_body,
-    parse_grid,
-    parse_inspection,
-    parse_page,
-    parse_patching,
-    parse_sources,
-    tokenize,
-)
+from .requests import apply_template, check_model, detokenize, parse_answer, parse_body, parse_look, tokenize
 from .responses import Responses
 
 log = logging.getLogger(__name__)
@@ -52,6 +40,16 @@ log = logging.getLogger(__name__)
 APIS: dict[str, Api] = {"/v1/chat/completions": Chat(), "/v1/completions": Completions(), "/v1/responses": Responses()}
 CONVERSIONS = {"/tokenize": tokenize, "/detokenize": detokenize, "/apply-template": apply_template}  # as llama.cpp's
 EVENTS = Format()
+# name of a look -> its method, and the type of its response: a stream, the last event, or a file made of it
+LOOKS: dict[str, tuple[Callable[..., Steps], str]] = {
+    "answer": (Looks.answer, EVENTS.media_type),
+    "grid": (Looks.grid, EVENTS.media_type),
+    "patch": (Looks.patching, EVENTS.media_type),
+    "inside": (Looks.inside, "application/json"),
+    "sources": (Looks.sources, "application/json"),
+    "page": (Looks.page, "text/html"),
+    "activations": (Looks.activations, "application/octet-stream"),
+}
 IGNORED_HEADER = "X-Clearllama-Ignored"  # names the fields of a request that have no effect
 AUTHENTICATE = {"WWW-Authenticate": "Bearer"}
 # The keys that ask for a grammar, perhaps with escapes or in UTF-16. Escapes elsewhere are text of many languages.
@@ -113,10 +111,7 @@ class Server:
         get |= {"/v1/models/{id:path}": self.models, "/view.html": self.view, **dict.fromkeys(PAGE, self.page)}
         post: dict[str, Endpoint] = {path: partial(self.complete, api) for path, api in APIS.items()}
         post |= {path: partial(self.convert, conversion) for path, conversion in CONVERSIONS.items()}
-        post |= {"/look/answer": self.look_answer, "/look/inside": self.look_inside, "/look/grid": self.look_grid}
-        post |= {"/look/sources": self.look_sources, "/look/patch": self.look_patch}
-        post |= {"/look/page": partial(self.look_file, self.looks.page, "text/html")}
-        post |= {"/look/activations": partial(self.look_file, self.looks.activations, "application/octet-stream")}
+        post |= {f"/look/{name}": partial(self.look, name) for name in LOOKS}
         routes = [Route(path, self._counted(path, endpoint)) for path, endpoint in get.items()]
         routes += [Route(path, self._counted(path, endpoint), methods=["POST"]) for path, endpoint in post.items()]
         app = Starlette(routes=routes, exception_handlers={HTTPException: _no_endpoint})
@@ -176,7 +171,7 @@ class Server:
         card: dict[str, Any] = {"object": "model", "created": self.started, "owned_by": "clearllama"}
         card |= {"max_model_len": self.llm.model.max_seq_len, "meta": self.looks.meta()}
         cards = {name: {**card, "id": name} for name in (self.model, *self.aliases)}
-        if "id" not in request.path_params:
+        if not request.path_params.get("id"):  # also /v1/models/
             return JSONResponse({"object": "list", "data": [*cards.values()]})
         if (name := request.path_params["id"]) not in cards:
             check_model(name, self.model)
@@ -243,30 +238,17 @@ class Server:
     async def view(self, request: Request) -> Response:
         return Response(one_file(), media_type="text/html", headers=PAGE_HEADERS)
 
-    async def look_answer(self, request: Request) -> Response:
-        look = Look(self.looks.answer(**await self._parsed(request, parse_answer)), self.engine)
-        return Stream(look.news(), look, EVENTS)
-
-    async def look_inside(self, request: Request) -> Response:
-        look = Look(self.looks.inside(**await self._parsed(request, parse_inspection)), self.engine)
-        return JSONResponse((await self._all(request, look))[-1])
-
-    async def look_sources(self, request: Request) -> Response:
-        look = Look(self.looks.sources(**await self._parsed(request, parse_sources)), self.engine)
-        return JSONResponse((await self._all(request, look))[-1])
-
-    async def look_grid(self, request: Request) -> Response:
-        look = Look(self.looks.grid(**await self._parsed(request, parse_grid)), self.engine)
-        return Stream(look.news(), look, EVENTS)
-
-    async def look_patch(self, request: Request) -> Response:
-        look = Look(self.looks.patching(**await self._parsed(request, parse_patching)), self.engine)
-        return Stream(look.news(), look, EVENTS)
-
-    async def look_file(self, look: Callable[[list[int]], Steps], kind: str, request: Request) -> Response:
-        ids = await self._parsed(request, parse_page)
+    async def look(self, name: str, request: Request) -> Response:
+        asked = await self._parsed(request, parse_answer if name == "answer" else partial(parse_look, name))
+        method, kind = LOOKS[name]
+        steps = partial(method, self.looks, **asked)
+        if kind == EVENTS.media_type:
+            look = Look(steps(), self.engine)
+            return Stream(look.news(), look, EVENTS)
+        if kind == JSONResponse.media_type:
+            return JSONResponse((await self._all(request, Look(steps(), self.engine)))[-1])
         async with self.tracing:
-            (render,) = await self._all(request, Look(look(ids), self.engine))
+            (render,) = await self._all(request, Look(steps(), self.engine))
             return Response(await asyncio.to_thread(render), media_type=kind)
 
     async def _all(self, request: Request, inbox: Inbox) -> list[Any]:
@@ -318,5 +300,7 @@ def one_value(app: ASGIApp) -> ASGIApp:
 
 async def _no_endpoint(request: Request, raised: Exception) -> Response:
     status, headers = getattr(raised, "status_code", 404), getattr(raised, "headers", None) or {}
-    wrong = f"use {headers['Allow']}" if "Allow" in headers else "no such endpoint; the API is at /v1"
+    base = f"{request.base_url!s:.100}v1"
+    other = f"no such endpoint; the API is OpenAI's, with the base URL {base}"
+    wrong = f"use {headers['Allow']}" if "Allow" in headers else other
     return refusal(HTTPException(status, f"{request.method} {request.scope['path']!r:.80}: {wrong}", headers), EVENTS)

@@ -141,7 +141,7 @@ class Looks:
         shared, hidden = shared_prefix(kept.ids, ids), None
         kept.cache.trim(shared)
         kept.ids = ids[:shared]
-        chunks = prefill_chunks(model, ids[shared : len(ids) - last], kept.cache)
+        chunks = prefill_chunks(model, [ids[shared : len(ids) - last]], kept.cache)
         while True:
             with self._switched(off, model, put):
                 found = next(chunks, None)  # (1, T, C)
@@ -192,7 +192,7 @@ class Looks:
                 if step > 0:
                     if model.rope.restarts(kept.cache.length):
                         kept.cache.trim(0)
-                    *_, states = prefill_chunks(model, chooser.text[kept.cache.length :], kept.cache)  # (1, T, C)
+                    *_, states = prefill_chunks(model, [chooser.text[kept.cache.length :]], kept.cache)  # (1, T, C)
                     hidden = states[:, -1]  # (1, C)
                 logits = float32_logits(model, hidden)[0]  # (V,)
                 report = chooser.stages(logits)
@@ -244,13 +244,20 @@ class Looks:
         return {**rows[ids.index(id)], "top": rows, "left": left, **warm}
 
     @torch.inference_mode()
-    def inside(self, ids: list[int], off: Heads, chosen: Mapping[str, Any]) -> Steps:
+    def inside(
+        self,
+        ids: list[int],
+        off: Heads = (),
+        token: int | None = None,
+        against: int | None = None,
+        head: tuple[int, int] | None = None,
+        key: int | None = None,
+    ) -> Steps:
         """What the model computes at the last of `ids`: the lens, direct effects, the best heads, one head in detail.
 
-        chosen  token: effects are on its logit, by default that of the most probable one; against: minus that of this
-                one; head: the one shown in detail (default: the best); key: one of its keys
+        token    effects are on its logit (default: that of the most probable one), minus that of `against`
+        head     the one shown in detail (default: the best); key: one of its keys
         """
-        token, against, head, key = (chosen.get(name) for name in ("token", "against", "head", "key"))
         model = self.exact
         kept, _ = yield from self._feed(ids, off, last=1, model=model)
         last = torch.tensor([ids[-1:]], device=kept.cache.device)  # (1, 1)
@@ -331,7 +338,7 @@ class Looks:
         found |= {"q": q.tolist(), "k": k[key].tolist(), "frequencies": frequencies.tolist()}
         return {"head": [layer, head], "key": key, **found}
 
-    def sources(self, ids: list[int], off: Heads, token: int, against: int) -> Steps:
+    def sources(self, ids: list[int], token: int, against: int, off: Heads = ()) -> Steps:
         """`without`: for each of `ids`, the difference of two logits if the last token reads nothing from it."""
         kept, _ = yield from self._feed(ids, off, last=1, model=self.exact)
         passes = without_sources(self.exact, ids, kept.cache, range(len(ids)), token, against)
@@ -342,7 +349,7 @@ class Looks:
             yield {"done": len(found), "of": len(ids)}
         yield {"without": [_short(x) for x in found]}
 
-    def grid(self, ids: list[int], off: Heads, **options: Any) -> Steps:
+    def grid(self, ids: list[int], off: Heads = (), **options: Any) -> Steps:
         """How far the ablation grid is, then the grid; options as of `ablation_grid`."""
         grid = yield from self._progress(ablation_grid(self.exact, ids, **options), off)
         yield {name: x.tolist() if isinstance(x, Tensor) else x for name, x in dataclasses.asdict(grid).items()}
@@ -357,9 +364,16 @@ class Looks:
                 return found
             yield {"done": done, "of": count}
 
-    def patching(self, ids: list[int], other: list[int], off: Heads, answers: tuple[int | None, int | None]) -> Steps:
-        """How far the patching grid is, then the grid, with tokens in place of ids; answers: of `other`, of `ids`."""
-        grid = yield from self._progress(patching_steps(self.exact, other, ids, answers), off)
+    def patching(
+        self,
+        ids: list[int],
+        other: list[int],
+        off: Heads = (),
+        token: int | None = None,
+        against: int | None = None,
+    ) -> Steps:
+        """How far the patching grid is, then the grid; token: the answer to `ids`, against: that to `other`."""
+        grid = yield from self._progress(patching_steps(self.exact, other, ids, (against, token)), off)
         words = {name: [*map(self.token, getattr(grid, name))] for name in ("source", "target", "answers")}
         yield {**words, "differences": grid.differences, "layers": grid.layers, "restored": grid.restored.tolist()}
 

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from .. import checks
@@ -23,6 +24,7 @@ from ..sampling import LARGEST_SEED, option_names
 from ..system.documents import Required, by_id, check_unicode, checked, parse_json
 from ..text import LONGEST_TOKEN, Llama
 from ..tokenizer import Decoder
+from .dialects import unknown
 from .spelling import Spelling
 
 DEFAULT_TOKENS = 16  # of /v1/completions, as in OpenAI's API
@@ -40,6 +42,39 @@ def tool_name(name: Any, where: str) -> Any:
     return name
 
 
+def response_format(value: Any, where: str) -> dict[str, Any]:
+    """The option that a format of the answer asks for, as a kind; none for plain text."""
+    match form := {"type": "text", **checked(value, FORMAT, where)}:
+        case {"type": "text"}:
+            return {}
+        case {"type": "json_object"}:
+            return {"schema": {"type": "object", **form.get("schema", {})}}
+        case {"type": "json_schema", "json_schema": {"schema": schema}} | {"type": "json_schema", "schema": schema}:
+            return {"schema": dict(schema)}
+    raise UsageError(
+        f"{where} must be {{type: text}}, {{type: json_object}} or {{type: json_schema, ...}} with a schema, got"
+        f" {shown(value)}"
+    )
+
+
+def structured_outputs(value: Any, where: str) -> dict[str, Any]:
+    """The option that vLLM's structured_outputs ask for, as a kind."""
+    outputs = checked(value, OUTPUTS, where)
+    asked = {name: found for name, found in outputs.items() if (name, found) != ("json_object", False)}
+    match asked:
+        case {"json_object": True, **rest} if not rest:
+            return {"schema": {"type": "object"}}
+        case {"json": schema, **rest} if not rest:
+            return {"schema": parse_json(schema.encode(), "json", UsageError) if isinstance(schema, str) else schema}
+        case {"choice": [*choices], **rest} if choices and not rest:
+            return {"grammar": f"start: {' | '.join(map(json.dumps, choices))}"}
+        case {"regex": _, **rest} | {"grammar": _, **rest} if not rest:
+            return asked
+    if not asked:
+        return {}
+    raise UsageError(f"{where} must have one of json, regex, choice, grammar, json_object, got {shown(outputs)}")
+
+
 # The kinds of the fields (system/documents.py). `object`: checked where it is used.
 TOKENS, TOP = (-1, 2**31), (0, MOST_LOGPROBS)
 GENERATION = {"model": object, "max_tokens": TOKENS, "seed": (-LARGEST_SEED, LARGEST_SEED), "logit_bias": by_id}
@@ -47,13 +82,13 @@ GENERATION |= dict.fromkeys(option_names("number"), object)
 STREAM_OPTIONS = {"include_usage": bool, "include_obfuscation": bool}
 SHARED = {"n": (1, MOST_ANSWERS), "stream": bool, "stream_options": STREAM_OPTIONS, "prompt_cache_key": str}
 SHARED |= GENERATION | dict.fromkeys(option_names("end"), object)
-# As in vLLM. Of the same name in dialects.py
-SHARED |= {"structured_outputs": {"json": object, "regex": str, "choice": [str], "grammar": str, "json_object": bool}}
+SHARED |= {"structured_outputs": structured_outputs}
+OUTPUTS = {"json": object, "regex": str, "choice": [str], "grammar": str, "json_object": bool}
 NAMED_SCHEMA = {"name": str, "description": str, "schema": dict, "strict": bool}
-FORMAT = {"type": str, "schema": dict, "json_schema": NAMED_SCHEMA}
+FORMAT = {"type": str, "json_schema": NAMED_SCHEMA, **NAMED_SCHEMA}
 FUNCTION = {"name": Required(tool_name), "description": str, "parameters": dict, "strict": bool}
 TOOL = {"type": Required("function"), "function": Required(FUNCTION)}
-CHAT = {"messages": list, "chat_template_kwargs": dict, "response_format": FORMAT}
+CHAT = {"messages": list, "chat_template_kwargs": dict, "response_format": response_format}
 CHAT |= {"add_generation_prompt": bool, "continue_final_message": bool}
 CHAT_FIELDS = CHAT | {"max_completion_tokens": TOKENS, "logprobs": bool, "top_logprobs": TOP, "tools": [TOOL]}
 CHAT_FIELDS |= {"tool_choice": object, "parallel_tool_calls": bool, **SHARED}
@@ -64,12 +99,6 @@ TOKENIZE_FIELDS |= dict.fromkeys(("add_special", "parse_special", "with_pieces")
 ANSWER_FIELDS = {"prompt": object, "ids": list, "answer": list, "own": str, "off": list, "top": TOP}
 ANSWER_FIELDS |= CHAT | GENERATION
 ANSWER_FIELDS |= {"patch": {"other": Required(list), "layer": Required(int), "position": Required(int)}}
-INSIDE_FIELDS = {"model": object, "ids": list, "head": list, "off": list}
-INSIDE_FIELDS |= dict.fromkeys(("token", "against", "key"), int)
-SOURCES_FIELDS: dict[str, Any] = {"model": object, "ids": list, "off": list}
-SOURCES_FIELDS |= {"token": Required(int), "against": Required(int)}
-GRID_FIELDS = SOURCES_FIELDS | {"mean": bool, "position": int}
-PATCH_FIELDS = {"model": object, "ids": list, "other": list, "off": list, "token": int, "against": int}
 # Fields that clients and other servers add to messages, parts, calls and tools
 ADDED = ("annotations", "index", "parsed", "parsed_arguments", "cache_control", "provider_specific_fields")
 ADDED_TO_MESSAGES = ("id", "status", "timestamp", "created_at", "metadata")
@@ -98,6 +127,7 @@ class AnswerRequest:
     tools: list[dict[str, Any]] = field(default_factory=list)
     several_calls: bool = True
     unlimited: bool = False  # without max_tokens
+    owner: object = field(default_factory=object)  # prompt_cache_key or, without one, the request alone
     repeated: dict[str, Any] = field(default_factory=dict)  # fields that the response repeats
 
 
@@ -116,55 +146,53 @@ def parse_body(raw: bytes) -> dict[str, Any]:
 
 def parse_chat(body: Mapping[str, Any], llm: Llama, model: str) -> AnswerRequest:
     """Check a body of /v1/chat/completions and encode its messages. Raises a LlamaError."""
-    body = _fields({**body, "tools": _without_added(body.get("tools"))}, CHAT_FIELDS, model)
-    options, call = _shared(body, llm)
-    limits = {body[name] for name in ("max_tokens", "max_completion_tokens") if name in body}
-    if len(limits) > 1:
-        raise UsageError("max_tokens and max_completion_tokens differ: give one of them")
-    call.unlimited = not limits
-    options["max_new_tokens"] = _limit(limits.pop() if limits else -1, llm)
-    call.logprobs, call.top = body.get("logprobs", False), body.get("top_logprobs", 0)
-    if call.top and not call.logprobs:
+    fields = fields_of({**body, "tools": _without_added(body.get("tools"))}, CHAT_FIELDS, model)
+    if fields.get("top_logprobs") and not fields.get("logprobs"):
         raise UsageError("top_logprobs needs logprobs: true")
-    options |= {"logprobs": call.logprobs, "top_logprobs": call.top}
-    call.several_calls, choice = body.get("parallel_tool_calls", True), body.get("tool_choice", "auto")
-    checks.integer("the number of tools", len(body.get("tools", [])), 0, MOST_TOOLS)
-    tools = [] if choice == "none" else body.get("tools", [])
+    return chat_request(fields, llm, "max_completion_tokens")
+
+
+def chat_request(fields: dict[str, Any], llm: Llama, limit: str) -> AnswerRequest:
+    """The request of checked fields (CHAT_FIELDS); `limit` is another name of max_tokens. Raises a LlamaError."""
+    if limit in fields and fields.setdefault("max_tokens", fields[limit]) != fields[limit]:
+        raise UsageError(f"max_tokens and {limit} differ: give one of them")
+    options, call = _shared(fields, llm)
+    call.logprobs, call.top = fields.get("logprobs", False), fields.get("top_logprobs", 0)
+    call.several_calls, choice = fields.get("parallel_tool_calls", True), fields.get("tool_choice", "auto")
+    checks.integer("the number of tools", len(fields.get("tools", [])), 0, MOST_TOOLS)
+    tools = [] if choice == "none" else fields.get("tools", [])
     call.tools = [{"name": tool["function"]["name"]} for tool in tools]
-    options["calls"] = tools
-    forced = forced_call(choice, tools)
-    constraints = [_constraint(body.get("structured_outputs", {})), _schema(body.get("response_format", {}))]
-    constraints.append({"grammar": forced} if forced else {})
-    if sum(map(bool, constraints)) > 1:
-        raise UsageError("give one of structured_outputs, response_format and a tool_choice that requires a call")
-    options |= {name: source for constraint in constraints for name, source in constraint.items()}
-    more, ids = _conversation(body, tools, llm, forced is not None)
-    options |= more
-    call.jobs = _owned(body, llm.prepare(ids, options, call.n))
-    return call
+    if forced := forced_call(choice, tools):
+        if options.keys() & {*option_names("grammar")}:
+            raise UsageError("a tool_choice that requires a call can't be combined with a constraint: give one of them")
+        options["grammar"] = forced
+    more, ids = _conversation(fields, tools, llm, forced is not None)
+    return _prepared(call, options | more | {"calls": tools}, [ids], llm)
 
 
 def parse_text(body: Mapping[str, Any], llm: Llama, model: str) -> AnswerRequest:
     """Check a body of /v1/completions and encode its prompts. Raises a LlamaError."""
-    body = _fields(body, TEXT_FIELDS, model)
-    options, call = _shared(body, llm)
-    options |= _constraint(body.get("structured_outputs", {}))
-    options["max_new_tokens"] = _limit(body.get("max_tokens", DEFAULT_TOKENS), llm)
-    call.logprobs, call.top, echo = "logprobs" in body, body.get("logprobs", 0), body.get("echo", False)
-    if echo and "suffix" in body:
+    fields = fields_of(body, TEXT_FIELDS, model)
+    options, call = _shared({"max_tokens": DEFAULT_TOKENS} | fields, llm)
+    call.logprobs, call.top, echo = "logprobs" in fields, fields.get("logprobs", 0), fields.get("echo", False)
+    if echo and "suffix" in fields:
         raise UsageError("echo can't be combined with suffix")
-    ids = _prompts(body.get("prompt"), body.get("suffix"), call.n, llm)
+    ids = _prompts(fields.get("prompt"), fields.get("suffix"), call.n, llm)
     if echo:
         call.echoed = [llm.tokenizer.decode(one) for one in ids]
-    options |= {"logprobs": call.logprobs, "top_logprobs": call.top, "prompt_logprobs": echo and call.logprobs}
-    call.jobs = _owned(body, [prompt for one in ids for prompt in llm.prepare(one, options, call.n)])
+    return _prepared(call, options | {"prompt_logprobs": echo and call.logprobs}, ids, llm)
+
+
+def _prepared(call: AnswerRequest, options: Mapping[str, Any], prompts: list[list[int]], llm: Llama) -> AnswerRequest:
+    options = {**options, "logprobs": call.logprobs, "top_logprobs": call.top}
+    call.jobs = [replace(job, owner=call.owner) for ids in prompts for job in llm.prepare(ids, options, call.n)]
     return call
 
 
 # ------------------------------------------------------------------------------------------------------------- tokens
 def tokenize(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, Any]:
     """The ids of a text: the response of /tokenize. Raises a LlamaError."""
-    body = _fields(body, TOKENIZE_FIELDS, model)
+    body = fields_of(body, TOKENIZE_FIELDS, model)
     _check_size(len(text := body["content"]), llm, "characters", LONGEST_TOKEN)
     encode = llm.tokenizer.encode_prompt if body.get("add_special") else llm.tokenizer.encode
     ids = encode(text, parse_special=body.get("parse_special", True))
@@ -175,7 +203,7 @@ def tokenize(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, Any]:
 
 def detokenize(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, Any]:
     """The text of ids, with the names of control tokens: the response of /detokenize. Raises a LlamaError."""
-    ids = _fields(body, {"model": object, "tokens": Required(list)}, model)["tokens"]
+    ids = fields_of(body, {"model": object, "tokens": Required(list)}, model)["tokens"]
     return {"content": _with_names(_ids("tokens", ids, llm), llm) if ids else ""}
 
 
@@ -192,10 +220,9 @@ def _with_names(ids: Sequence[int], llm: Llama) -> str:
 # --------------------------------------------------------------------------------------------------------------- looks
 def parse_answer(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, Any]:
     """The arguments of `Looks.answer` from a body of /look/answer: messages, text, ids, or ids and text."""
-    body = _fields(body, ANSWER_FIELDS, model)
+    body = fields_of(body, ANSWER_FIELDS, model)
     options, _ = _shared(body, llm)
-    options |= {"max_new_tokens": _limit(body.get("max_tokens", -1), llm), "continues": False}
-    options |= _schema(body.get("response_format", {}))
+    options["continues"] = False
     match [name for name in ("messages", "prompt", "ids") if name in body]:
         case ["messages"]:
             _, ids = _conversation(body, [], llm)
@@ -211,7 +238,7 @@ def parse_answer(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, A
     _check_look([*ids, *answer, *own], min(LONGEST_LOOK, llm.model.max_seq_len) - 1)
     options["thoughts"] = Thoughts() if "prompt" in body else llm.thoughts(ids)
     (job,) = llm.prepare(ids, options)
-    found = {"job": job, "answer": answer, "own": own, "off": _heads("off", body, llm)}
+    found = {"job": job, "answer": answer, "own": own, "off": _heads(llm, body.get("off", []), "off")}
     if "patch" in body:
         found["patch"] = _patch(body["patch"], len(ids) + len(answer), llm)
     return found | {"top": body.get("top", SHOWN_TOP)}
@@ -224,49 +251,26 @@ def _patch(patch: Mapping[str, Any], length: int, llm: Llama) -> dict[str, Any]:
     return {"other": other, **{name: checks.integer(name, patch[name], 0, end) for name, end in ends.items()}}
 
 
-def parse_inspection(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, Any]:
-    """The arguments of `Looks.inside` from a body of /look/inside. Raises UsageError."""
-    body = _fields(body, INSIDE_FIELDS, model)
-    ids, chosen = _inside(body, LONGEST_LOOK, llm)
-    if "head" in body:
-        (chosen["head"],) = _heads("head", {"head": [body["head"]]}, llm, mlp=False)
-    return {"ids": ids, "off": _heads("off", body, llm), "chosen": chosen}
+def parse_look(look: str, body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, Any]:
+    """The arguments of a method of `Looks` from a body of /look/NAME: ids, and what to show of them."""
+    most = {"inside": LONGEST_LOOK, "page": LONGEST_PAGE, "activations": LONGEST_PAGE}.get(look, LONGEST_GRID)
+    id: Any = (0, llm.tokenizer.n_vocab - 1)
 
+    def ids(value: Any, where: str) -> list[int]:
+        return _check_look(_ids(where, value, llm), most)
 
-def parse_grid(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, Any]:
-    """The arguments of `Looks.grid` from a body of /look/grid. Raises UsageError."""
-    body = _fields(body, GRID_FIELDS, model)
-    ids, chosen = _inside(body, LONGEST_GRID, llm)
-    return {"ids": ids, "off": _heads("off", body, llm), "mean": body.get("mean", False), **chosen}
-
-
-def parse_patching(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, Any]:
-    """The arguments of `Looks.patching` from a body of /look/patch. Raises UsageError."""
-    body = _fields(body, PATCH_FIELDS, model)
-    ids, chosen = _inside(body, LONGEST_GRID, llm)
-    other = _check_look(_ids("other", body.get("other"), llm), LONGEST_GRID)
-    answers = chosen.get("against"), chosen.get("token")
-    return {"ids": ids, "other": other, "off": _heads("off", body, llm), "answers": answers}
-
-
-def parse_sources(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, Any]:
-    """The arguments of `Looks.sources` from a body of /look/sources. Raises UsageError."""
-    body = _fields(body, SOURCES_FIELDS, model)
-    ids, chosen = _inside(body, LONGEST_GRID, llm)
-    return {"ids": ids, "off": _heads("off", body, llm), **chosen}
-
-
-def _inside(body: Mapping[str, Any], most: int, llm: Llama) -> tuple[list[int], dict[str, Any]]:
-    """The ids of a look inside, at most so many, and the numbers that choose what it shows."""
-    ids, last = _check_look(_ids("ids", body.get("ids"), llm), most), llm.tokenizer.n_vocab - 1
-    ends = {"token": last, "against": last, "key": len(ids) - 1, "position": len(ids) - 1}
-    return ids, {name: checks.integer(name, body[name], 0, end) for name, end in ends.items() if name in body}
-
-
-def parse_page(body: Mapping[str, Any], llm: Llama, model: str) -> list[int]:
-    """The ids of a body of /look/page or /look/activations. Raises UsageError."""
-    body = _fields(body, {"model": object, "ids": list}, model)
-    return _check_look(_ids("ids", body.get("ids"), llm), LONGEST_PAGE)
+    known: dict[str, Any] = {"model": object, "ids": Required(ids)}
+    pair = {"token": id, "against": id, "off": partial(_heads, llm)}
+    known |= {
+        "inside": {**pair, "key": int, "head": lambda value, where: _heads(llm, [value], where, mlp=False)[0]},
+        "grid": {**pair, "token": Required(id), "against": Required(id), "mean": bool, "position": int},
+        "sources": {**pair, "token": Required(id), "against": Required(id)},
+        "patch": {**pair, "other": Required(ids)},
+    }.get(look, {})
+    found = fields_of(body, known, model)
+    for name in found.keys() & {"key", "position"}:
+        checks.integer(name, found[name], 0, len(found["ids"]) - 1)
+    return {name: value for name, value in found.items() if name != "model"}
 
 
 def _check_look(ids: list[int], most: int) -> list[int]:
@@ -275,19 +279,23 @@ def _check_look(ids: list[int], most: int) -> list[int]:
     return ids
 
 
-def _heads(name: str, body: Mapping[str, Any], llm: Llama, mlp: bool = True) -> Heads:
+def _heads(llm: Llama, heads: Any, where: str, mlp: bool = True) -> Heads:
     """Pairs [layer, head], in order. With `mlp`, the number after the last head is the MLP of the layer."""
-    heads, config = body.get(name, []), llm.model.config
-    for head in heads:
+    config, found = llm.model.config, set[tuple[int, int]]()
+    for head in checked(heads, list, where):
         if not isinstance(head, list) or len(head) != 2:
-            raise UsageError(f"{name} must hold pairs [layer, head], got {shown(heads)}")
-        checks.integer("a layer", head[0], 0, config.n_layers - 1)
-        checks.integer("a head", head[1], 0, config.n_heads - 1 + mlp)
-    return tuple(sorted({(layer, head) for layer, head in heads}))
+            raise UsageError(f"{where} must hold pairs [layer, head], got {shown(heads)}")
+        ends = config.n_layers - 1, config.n_heads - 1 + mlp
+        found.add((checks.integer("a layer", head[0], 0, ends[0]), checks.integer("a head", head[1], 0, ends[1])))
+    return tuple(sorted(found))
 
 
 # ------------------------------------------------------------------------------------------------------------- fields
-def _fields(body: Mapping[str, Any], known: Mapping[str, Any], model: str) -> dict[str, Any]:
+def fields_of(body: Mapping[str, Any], known: Mapping[str, Any], model: str) -> dict[str, Any]:
+    """The fields of a body, each of its kind (`checked`). Raises UsageError, also for those that are not known."""
+    for name in body:
+        if name not in known:
+            raise unknown(name, known)
     fields: dict[str, Any] = checked(body, known)
     check_model(fields.get("model", model), model)
     return fields
@@ -299,32 +307,28 @@ def check_model(name: object, model: str) -> None:
         raise UnknownModel(f"unknown model {shown(name)}; this server has {model!r}")
 
 
-def _owned(body: Mapping[str, Any], prompts: Sequence[Job]) -> list[Job]:
-    """The prompts of a request with their owner: its prompt_cache_key or, without one, the request alone."""
-    owner = body.get("prompt_cache_key", object())
-    return [replace(prompt, owner=owner) for prompt in prompts]
-
-
-def _shared(body: Mapping[str, Any], llm: Llama) -> tuple[dict[str, Any], AnswerRequest]:
-    """The options of `Llama.prepare` that both endpoints have, and an AnswerRequest with the shared fields."""
-    options = {name: body[name] for name in (*option_names("number", "end"), "logit_bias") if name in body}
+def _shared(fields: Mapping[str, Any], llm: Llama) -> tuple[dict[str, Any], AnswerRequest]:
+    """The options of `Llama.prepare` that several endpoints have, and an AnswerRequest with the shared fields."""
+    options = {name: fields[name] for name in (*option_names("number", "end"), "logit_bias") if name in fields}
     if not llm.sampling:
         options.setdefault("temperature", 1.0)  # the default of OpenAI's API
-    if "seed" in body:
-        options["seed"] = body["seed"] % (LARGEST_SEED + 1)
-    for id in body.get("logit_bias", ()):
+    if "seed" in fields:
+        options["seed"] = fields["seed"] % (LARGEST_SEED + 1)
+    for id in fields.get("logit_bias", ()):
         checks.integer("an id of logit_bias", id, 0, llm.model.config.vocab_size - 1)
     if (stop := options.get("stop")) == "" or isinstance(stop, list):  # lm-eval sends "", which llama-server ignores
         options["stop"] = [text for text in stop if text != ""]
-    more, stream = body.get("stream_options", {}), body.get("stream", False)
+    limit = fields.get("max_tokens", -1)  # as in other servers, -1 stands for no limit
+    options["max_new_tokens"] = llm.model.max_seq_len if limit == -1 else limit
+    constraint, schema = fields.get("structured_outputs", {}), fields.get("response_format", {})
+    if constraint and schema:
+        raise UsageError("structured_outputs can't be combined with a schema of the answer: give one of them")
+    more, stream = fields.get("stream_options", {}), fields.get("stream", False)
     if more and not stream:
         raise UsageError("stream_options needs stream: true")
-    return options, AnswerRequest(body.get("n", 1), stream, more.get("include_usage", False))
-
-
-def _limit(tokens: int, llm: Llama) -> int:
-    """The value of max_tokens. As in other servers, -1 stands for no limit."""
-    return llm.model.max_seq_len if tokens == -1 else tokens
+    request = AnswerRequest(fields.get("n", 1), stream, more.get("include_usage", False))
+    request.unlimited, request.owner = "max_tokens" not in fields, fields.get("prompt_cache_key", request.owner)
+    return options | constraint | schema, request
 
 
 # --------------------------------------------------------------------------------------------------- prompts and ids
@@ -412,37 +416,3 @@ def _without_added(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     return {key: _without_added(item) if key in INNER else item for key, item in value.items() if key not in ADDED}
-
-
-def _schema(form: Mapping[str, Any]) -> dict[str, Any]:
-    """The option that a response_format asks for; none for plain text."""
-    match {"type": "text", **form}:
-        case {"type": "text"}:
-            return {}
-        case {"type": "json_object"}:
-            return {"schema": {"type": "object", **form.get("schema", {})}}
-        case {"type": "json_schema", "json_schema": {"schema": schema}}:
-            return {"schema": dict(schema)}
-    raise UsageError(
-        "response_format must be {type: text}, {type: json_object} or {type: json_schema, json_schema: {name, schema}},"
-        f" got {shown(form)}"
-    )
-
-
-def _constraint(outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The option that structured_outputs asks for."""
-    asked = {name: value for name, value in outputs.items() if (name, value) != ("json_object", False)}
-    match asked:
-        case {"json_object": True, **rest} if not rest:
-            return {"schema": {"type": "object"}}
-        case {"json": schema, **rest} if not rest:
-            return {"schema": parse_json(schema.encode(), "json", UsageError) if isinstance(schema, str) else schema}
-        case {"choice": [*choices], **rest} if choices and not rest:
-            return {"grammar": f"start: {' | '.join(map(json.dumps, choices))}"}
-        case {"regex": _, **rest} | {"grammar": _, **rest} if not rest:
-            return asked
-    if not asked:
-        return {}
-    raise UsageError(
-        f"structured_outputs must have one of json, regex, choice, grammar, json_object, got {shown(outputs)}"
-    )

@@ -7,30 +7,28 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from itertools import count
 from typing import Any
 
+from ..chat.messages import FUNCTION as CALLED
 from ..checks import shown
 from ..errors import UsageError
-from ..sampling import option_names
 from ..system.documents import Required, checked
 from ..text import Llama
 from .api import Api, Choice, Reply, refusal
 from .engine import COUNTED
-from .requests import NAMED_SCHEMA, TOKENS, AnswerRequest, parse_chat
+from .requests import CHAT_FIELDS, FUNCTION, SHARED, TOKENS, AnswerRequest, chat_request, fields_of, response_format
 
 # Fields that need a store -> what to send instead
 REFUSED = dict.fromkeys(("previous_response_id", "conversation"), "the whole conversation as input")
 REFUSED |= {"prompt": "instructions and input", "background": "stream: true"}
-# Fields that /v1/chat/completions has too, and checks
-CHAT = ["model", "stream", "stream_options", "parallel_tool_calls", "prompt_cache_key", "seed", "logit_bias"]
-CHAT += ["structured_outputs", "chat_template_kwargs", *option_names("number", "end")]
 # The kinds of the fields and of the entries of items (system/documents.py)
-FIELDS: dict[str, Any] = dict.fromkeys((*CHAT, *REFUSED, "tool_choice"), object)
-FIELDS |= {"input": Required(str | list), "instructions": str, "max_output_tokens": TOKENS, "tools": [dict]}
-FIELDS |= {"text": {"format": {"type": Required(str), **NAMED_SCHEMA}}, "top_logprobs": (0, 0)}
-FIELDS |= {"truncation": "disabled", "include": ["reasoning.encrypted_content"]}
+FIELDS: dict[str, Any] = {name: kind for name, kind in CHAT_FIELDS.items() if name in SHARED and name != "n"}
+FIELDS |= {name: CHAT_FIELDS[name] for name in ("chat_template_kwargs", "parallel_tool_calls", "tool_choice")}
+FIELDS |= {"input": Required(str | list), "instructions": str, "max_output_tokens": TOKENS, "top_logprobs": (0, 0)}
+FIELDS |= {"tools": [{"type": Required("function"), **FUNCTION}], "text": {"format": response_format}}
+FIELDS |= {"truncation": "disabled", "include": ["reasoning.encrypted_content"], **dict.fromkeys(REFUSED, object)}
 ITEMS: dict[str, dict[str, Any]] = {
     "message": {"role": Required(str), "content": Required(str | list), "phase": str},
     "reasoning": {"summary": list, "content": list, "encrypted_content": str},
-    "function_call": {"parsed_arguments": object, **dict.fromkeys(("call_id", "name", "arguments"), Required(str))},
+    "function_call": {"parsed_arguments": object, "call_id": Required(str), **CALLED},
     "function_call_output": {"call_id": Required(str), "output": Required(str | list)},
 }
 # type of an item in a response -> prefix of its id; name of its events, and of its part; fields of both
@@ -42,30 +40,34 @@ FORMS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 
 
 def parse_response(body: Mapping[str, Any], llm: Llama, model: str) -> AnswerRequest:
-    """Check a body of /v1/responses and encode its input. Raises a LlamaError."""
+    """Check a body of /v1/responses and encode its input. Raises a LlamaError with the names of this API."""
     for name in REFUSED:
         if body.get(name):
             raise UsageError(f"{name} is not supported, since this server stores nothing: send {REFUSED[name]}")
-    fields: dict[str, Any] = checked(body, FIELDS)
+    fields = fields_of(body, FIELDS, model)
     given, tools, choice = fields["input"], fields.get("tools", []), fields.get("tool_choice", "auto")
-    form = fields.get("text", {}).get("format", {"type": "text"})
-    system = [{"role": "system", "content": fields["instructions"]}] if "instructions" in fields else []
-    if not isinstance(choice, str) and checked(choice, dict, "tool_choice").keys() != {"type", "name"}:
-        raise UsageError(f"tool_choice must be none, auto, required or {{type: function, name}}, got {shown(choice)}")
-    chat = {name: fields[name] for name in CHAT if name in fields} | {"max_tokens": fields.get("max_output_tokens")}
-    chat["messages"] = system + _messages([{"role": "user", "content": given}] if isinstance(given, str) else given)
-    chat["tools"] = [_nested(tool, "function") for tool in tools]
-    chat["tool_choice"] = choice if isinstance(choice, str) else _nested(choice, "function")
-    chat["response_format"] = _nested(form, "json_schema") if form["type"] == "json_schema" else form
-    request = parse_chat(chat, llm, model)
-    request.repeated = {name: fields.get(name) for name in ("instructions", "max_output_tokens", "prompt_cache_key")}
-    request.repeated |= {"tools": tools, "tool_choice": choice, "text": {"format": form}}
+    names = [{"type": "function", "name": tool["name"]} for tool in tools]
+    if choice not in ("none", "auto", *(["required"] if tools else []), *names):
+        raise UsageError(
+            'tool_choice must be "none", "auto", "required" or {type: function, name} with the name of one of the'
+            f" tools, got {shown(choice)}"
+        )
+    chat = fields | {"tool_choice": choice if isinstance(choice, str) else _nested(choice)}
+    chat["messages"] = _messages([{"role": "user", "content": given}] if isinstance(given, str) else given)
+    if "instructions" in fields:
+        chat["messages"].insert(0, {"role": "system", "content": fields["instructions"]})
+    chat |= {"tools": [_nested(tool) for tool in tools], "response_format": fields.get("text", {}).get("format", {})}
+    request = chat_request(chat, llm, "max_output_tokens")
+    request.repeated = {name: fields.get(name) for name in ("instructions", "prompt_cache_key")}
+    request.repeated |= {"max_output_tokens": chat.get("max_tokens")}
+    text = {"format": {"type": "text"}} | (body.get("text") or {})
+    request.repeated |= {"tools": body.get("tools") or [], "tool_choice": choice, "text": text}
     return request
 
 
-def _nested(flat: Mapping[str, Any], inner: str) -> dict[str, Any]:
-    """An object of the chat endpoint, which has all fields except the type one level deeper."""
-    return {"type": flat.get("type"), inner: {name: value for name, value in flat.items() if name != "type"}}
+def _nested(function: Mapping[str, Any]) -> dict[str, Any]:
+    """A function of the chat endpoint, which has all fields except the type one level deeper."""
+    return {"type": "function", "function": {name: value for name, value in function.items() if name != "type"}}
 
 
 def _messages(items: list[Any]) -> list[dict[str, Any]]:
@@ -94,6 +96,8 @@ def _messages(items: list[Any]) -> list[dict[str, Any]]:
         else:
             last |= {"content": text} | ({"tool_call_id": item["call_id"]} if role == "tool" else {})
         thought = ""
+    if not messages:
+        raise UsageError(f"input must be a text or a list with at least one message, got {shown(items)}")
     return messages
 
 

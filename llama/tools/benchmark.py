@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from ..cache import KVCache
-from ..generate import generate, prompt_chunk
+from ..generate import generate, prefill_chunks
 from ..model import Transformer
 from ..sampling import SamplingParams
 from ..system.memory import read
@@ -45,6 +44,17 @@ def measure(model: Transformer, context: int, new_tokens: int, batch: int = 1, r
     }
 
 
+def read_bandwidth(device: torch.device) -> float:
+    """Bytes that the device reads per second: the sum of a tensor of 268 MB, ten times."""
+    x = torch.ones(2**26, device=device)
+    float(x.sum())
+    started = time.perf_counter()
+    for _ in range(10):
+        total = x.sum()
+    float(total)  # waits for the device
+    return 10 * x.nbytes / (time.perf_counter() - started)
+
+
 def run(model: Transformer, batch: int, context: int, steps: int, slots: int, seed: int) -> tuple[float, float]:
     """(seconds of the prefill of random prompts, seconds of the decoding steps after it)."""
     rng = random.Random(seed)
@@ -58,6 +68,7 @@ def run(model: Transformer, batch: int, context: int, steps: int, slots: int, se
     return between - started, time.perf_counter() - between
 
 
+@torch.inference_mode()
 def decode(model: Transformer, prompts: Sequence[Sequence[int]], steps: int, slots: int) -> Iterator[list[int]]:
     """Feed prompts (B, T) of equal length and decode greedily after them, in a cache of `slots` tokens.
 
@@ -69,24 +80,12 @@ def decode(model: Transformer, prompts: Sequence[Sequence[int]], steps: int, slo
         for token in generate(model, prompts[0], params, cache=model.new_cache(slots + 1)):
             yield [token.id]
         return
-    cache = model.new_cache(slots, batch=len(prompts))
-    ids = feed(model, prompts, cache)
-    yield ids
-    for _ in range(steps):
-        ids = feed(model, [[id] for id in ids], cache)
+    cache, fed = model.new_cache(slots, batch=len(prompts)), prompts
+    for _ in range(1 + steps):
+        *_, h = prefill_chunks(model, fed, cache)  # (B, T, C)
+        ids = model.output(h[:, -1]).argmax(-1).tolist()  # (B, V) -> (B,)
+        fed = [[id] for id in ids]
         yield ids
-
-
-@torch.inference_mode()
-def feed(model: Transformer, rows: Sequence[Sequence[int]], cache: KVCache) -> list[int]:
-    """Feed ids (B, T) to the model, in chunks as a prompt; return the most likely next id of each row."""
-    tokens = torch.tensor(rows, device=cache.device)  # (B, T)
-    length = cache.length + tokens.shape[1]
-    chunk = prompt_chunk(cache.device)
-    for start in range(0, tokens.shape[1], chunk):
-        h = model.hidden(tokens[:, start : start + chunk], cache=cache, length=length)  # (B, t, C)
-    ids: list[int] = model.output(h[:, -1]).argmax(-1).tolist()  # (B, V) -> (B,)
-    return ids
 
 
 def peak_rss_mb() -> int | None:

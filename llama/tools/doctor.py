@@ -13,7 +13,7 @@ import platform
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -41,11 +41,14 @@ class Finding(NamedTuple):
     remedy: str = ""
 
 
-def failure(group: str, item: str, error: Exception) -> Finding:
-    """The finding of a check that raised an exception."""
-    known = isinstance(error, LlamaError)
-    message = str(error) if known else f"{type(error).__name__}: {one_line(str(error))[:300]}"
-    return Finding("fail", group, item, message)
+def check(group: str, item: str, look: Callable[[], str], remedy: str = "") -> Finding:
+    """The finding of a check that returns a message. An exception is a finding too: it must not end the report."""
+    try:
+        return Finding("ok", group, item, look())
+    except Exception as error:
+        known = isinstance(error, LlamaError)
+        message = str(error) if known else f"{type(error).__name__}: {one_line(str(error))[:300]}"
+        return Finding("fail", group, item, message, remedy)
 
 
 def examine(self_test: bool = True) -> Iterator[Finding]:

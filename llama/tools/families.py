@@ -8,7 +8,11 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
+from ..checkpoint import Checkpoint, huggingface, open_checkpoint
 from ..config import ModelConfig
+from ..errors import CheckpointError
+from ..hub import models as hub
+from ..system.documents import read_json
 
 
 @cache
@@ -17,6 +21,22 @@ def official() -> Mapping[str, ModelConfig]:
     package = Path(__file__).resolve().parents[1]
     files = sorted((package / "configs").glob("*.json")) or sorted((package.parent / "configs").glob("*.json"))
     return {file.stem: ModelConfig(**json.loads(file.read_text())) for file in files}
+
+
+def architecture(
+    name: str, tokenizer: str | None = None, quiet: bool = False, *, fetch: bool = True
+) -> tuple[ModelConfig, Checkpoint | None]:
+    """The configuration of a model and, unless `name` is that of a configuration, its checkpoint."""
+    path = Path(name)
+    if name in official() and not path.exists() and not (name == hub.DEFAULT and (fetch or hub.find(name))):
+        return official()[name], None
+    if path.suffix == ".json":
+        return huggingface.read_config(read_json(path), str(path))[0], None
+    try:
+        checkpoint = open_checkpoint(hub.resolve(name, quiet, fetch=fetch), tokenizer)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; models without files: {', '.join(official())}") from None
+    return checkpoint.config, checkpoint
 
 
 def names_of(config: ModelConfig) -> list[str]:

@@ -3,44 +3,62 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from ..checkpoint import Checkpoint
+from ..config import ModelConfig
 from ..errors import CheckpointError, LlamaError
 from ..system.memory import cache_bytes
-from ..weights import mismatches
+from ..weights import expected_shapes, mismatches
 from .families import names_of
 
 BYTES = {"float32": 4, "bfloat16": 2}
 
 
-def model_facts(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The facts in the order in which `inspect` prints them. Weights are not read."""
-    config, about = checkpoint.config, dict(checkpoint.about)
-    stored = about.pop("weights", {})
+# Part of a model -> what the names of its tensors contain, unless they belong to a part before it
+PARTS = {"embedding": "tok_embeddings", "norms": "norm", "attention": "attention.", "MLP": "feed_forward.", "output": ""}
+
+
+def architecture_facts(config: ModelConfig) -> dict[str, Any]:
+    """The facts of a configuration, in the order in which `inspect` prints them."""
     architecture = dataclasses.asdict(config)
     if config.rope_scaling:  # longrope has a list of factors
         shortened = {key: f"{len(x)} numbers" if isinstance(x, list) else x for key, x in config.rope_scaling.items()}
         architecture["rope_scaling"] = shortened
+    parts = dict.fromkeys(PARTS, 0)
+    for name, shape in expected_shapes(config).items():
+        parts[next(part for part, key in PARTS.items() if key in name)] += math.prod(shape)
+    names = names_of(config)
+    return {
+        **({"same_shape_as": " or ".join(names)} if names else {}),
+        "parameters": config.n_params,
+        "parameters_of": {part: count for part, count in parts.items() if count},
+        **architecture,
+        "weight_bytes": {dtype: size * config.n_params for dtype, size in BYTES.items()},
+        "kv_cache_bytes": {
+            f"{dtype}, {tokens:,} token{'s' * (tokens > 1)}": cache_bytes(config, tokens, size, dtype)
+            for dtype, size in [*BYTES.items(), ("int8", 1)]
+            for tokens in dict.fromkeys((1, config.max_seq_len))
+        },
+    }
+
+
+def model_facts(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The facts in the order in which `inspect` prints them. Weights are not read."""
+    about = dict(checkpoint.about)
+    stored = about.pop("weights", {})
     vocabulary, problems = _vocabulary(checkpoint)
     return {
         "path": str(checkpoint.path),
         "format": checkpoint.format,
-        "family": " or ".join(names_of(config)) or "unknown (no model in configs/ has this shape)",
         **about,
-        "parameters": config.n_params,
-        **architecture,
+        **architecture_facts(checkpoint.config),
         **vocabulary,
         "chat_template": checkpoint.chat_template is not None,
         "sampling": dict(checkpoint.sampling),
         "file_bytes": dict(checkpoint.parts),
         "stored_bytes": stored,
-        "weight_bytes": {dtype: size * config.n_params for dtype, size in BYTES.items()},
-        "kv_cache_bytes": {
-            f"{dtype}, {tokens} tokens": cache_bytes(config, tokens, size, dtype)
-            for dtype, size in [*BYTES.items(), ("int8", 1)]
-            for tokens in dict.fromkeys((1, config.max_seq_len))
-        },
         "decided_here": list(checkpoint.notes),
         "warnings": list(checkpoint.warnings),
         "mismatches": [*mismatches(checkpoint), *problems],

@@ -22,6 +22,7 @@ from ..generate import prompt_chunk
 from ..quant.schemes import pick_scheme, scheme_for
 from ..system.memory import activation_bytes, cache_bytes, free_memory, logits_bytes
 from ..weights import expected_shapes
+from .benchmark import read_bandwidth
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 RESERVE = 0.1  # share of the memory for CUDA's context, kernels and fragmentation, as in vLLM
@@ -65,7 +66,7 @@ GPUS = {
 
 
 def this_machine() -> tuple[int, GPU]:
-    """The number of CUDA devices and the least free memory of one; without one, the free memory for the CPU."""
+    """The number of CUDA devices and the least free memory of one, or the CPU and its; and the measured bandwidth."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -73,9 +74,10 @@ def this_machine() -> tuple[int, GPU]:
     free = min(room.bytes if room else 0 for room in rooms)
     if not free:
         raise UsageError("the free memory of this machine is not known: add --gpus 1xcpu --gpu-memory GB")
-    if count:
-        return count, GPU(torch.cuda.get_device_name(0), free, 0, "free on this machine")
-    return 1, GPU("cpu", free, 0, f"free on this machine; {torch.get_num_threads()} threads")
+    bandwidth = read_bandwidth(torch.device("cuda" if count else "cpu"))
+    source = f"free on this machine, which reads {bandwidth / 1e9:,.0f} GB/s now"
+    name = torch.cuda.get_device_name(0) if count else "cpu"
+    return count or 1, GPU(name, free, bandwidth, source if count else f"{source} in {torch.get_num_threads()} threads")
 
 
 def parse_gpus(text: str | None, memory: float | None = None, bandwidth: float | None = None) -> tuple[int, GPU]:
@@ -149,6 +151,12 @@ class Run:
         """Whether every GPU keeps its reserve free."""
         return sum(self.memory.values()) <= (1 - RESERVE) * gpu.memory
 
+    def step(self, gpu: GPU) -> float | None:
+        """The least seconds of a decoding step; None if the run does not fit or the bandwidth is not known."""
+        if not (gpu.bandwidth and self.fits(gpu)):
+            return None
+        return (self.weights_read / self.gpus + self.memory["kv_cache"]) / gpu.bandwidth
+
     def largest_context(self, gpu: GPU) -> int:
         """The most tokens of each sequence with which the run fits; 0 if it does not fit with one token."""
         return largest(self.config.max_seq_len, lambda context: replace(self, context=context).fits(gpu))
@@ -167,18 +175,17 @@ def plan(run: Run, gpu: GPU, others: Mapping[str | None, Mapping[str, float]]) -
     most = max(config.n_heads, config.n_layers)  # GPUs that can share a model, by heads or by layers
     checks.integer("number of GPUs", run.gpus, 1, most)
     memory, fits, reserve = run.memory, run.fits(gpu), round(RESERVE * gpu.memory)
-    decode = None
-    if fits and gpu.bandwidth:
-        step = (run.weights_read / run.gpus + memory["kv_cache"]) / gpu.bandwidth
-        decode = {"step_s": step, "tps_each": 1 / step, "tps_batch": run.batch / step}
+    step, runs = run.step(gpu), {name: replace(run, sizes=sizes) for name, sizes in others.items()}
+    fastest = sorted(runs, key=lambda name: runs[name].step(gpu) or math.inf)
     alternatives = [
         {
             "quantize": name,
-            "per_gpu": sum(other.memory.values()) + reserve,
-            "fits": other.fits(gpu),
-            "largest_context": other.largest_context(gpu),
+            "per_gpu": sum(runs[name].memory.values()) + reserve,
+            "fits": runs[name].fits(gpu),
+            "largest_context": runs[name].largest_context(gpu),
+            "tps_each": 1 / seconds if (seconds := runs[name].step(gpu)) else None,
         }
-        for name, other in ((name, replace(run, sizes=sizes)) for name, sizes in others.items())
+        for name in fastest
     ]
     return {
         "parameters": config.n_params,
@@ -198,5 +205,5 @@ def plan(run: Run, gpu: GPU, others: Mapping[str | None, Mapping[str, float]]) -
         "largest_batch": largest(MOST_SEQUENCES, lambda batch: replace(run, batch=batch).fits(gpu)),
         "largest_context": run.largest_context(gpu),
         "alternatives": alternatives,
-        "decode": decode,
+        "decode": step and {"step_s": step, "tps_each": 1 / step, "tps_batch": run.batch / step},
     }

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,10 @@ from ..generation.speculative import NGramDraft, speculate
 from ..model import Transformer
 from ..sampling import SamplingParams
 from ..weights import expected_shapes
-from .benchmark import measure
-from .doctor import Finding, failure
+from .benchmark import measure, read_bandwidth
+from .doctor import Finding, check
 
+Run = Callable[[Transformer, SamplingParams], list[list[int]]]  # the ids that follow each of PROMPTS
 REPORT = "don't trust text generated here; reinstall torch and clearllama, try CLEARLLAMA_KERNELS=off, report it"
 CONFIG = ModelConfig(128, 2, 4, 2, 32, 256, vocab_size=320, max_seq_len=256)
 # name -> (options of load_model, the largest error of a logit, relative to the largest logit)
@@ -56,47 +57,39 @@ def selftest() -> Iterator[Finding]:
             if name.startswith("int") and device.type == "cpu" and not kernels.ready():
                 yield Finding("note", "self-test", item, "skipped: quantized weights on a CPU require the C++ kernels")
                 continue
-            try:
-                yield check_way(item, folder, tokens, device, *way)
-            except Exception as error:
-                yield failure("self-test", item, error)._replace(remedy=WITHOUT.get(name, "") or REPORT)
+            remedy = REPORT if device.type == "cpu" else WITHOUT[name]
+            yield check("self-test", item, partial(check_way, folder, tokens, device, *way), remedy)
         if (device := pick_device()).type != "cpu":
             yield from accelerator(folder, device)
 
 
 def accelerator(folder: str, device: torch.device) -> Iterator[Finding]:
     """Findings about what only a run on an accelerator shows: batches, drafts, the compiled step, and the speed."""
-    for name, check in CHECKS.items():
-        item = f"{name} on {device}"
-        if name == "compile" and device.type != "cuda":
-            continue
-        try:
-            yield Finding("ok", "self-test", item, check(folder, device))
-        except Exception as error:
-            yield failure("self-test", item, error)._replace(remedy=WITHOUT[name])
+    for name, look in CHECKS.items():
+        if name != "compile" or device.type == "cuda":
+            yield check("self-test", f"{name} on {device}", partial(look, folder, device), WITHOUT[name])
 
 
-def check_batch(folder: str, device: torch.device) -> str:
-    """Three prompts in a batch of two give the tokens of single runs, in float32."""
+def same_tokens(run: Run, folder: str, device: torch.device) -> str:
+    """A way to run PROMPTS gives the tokens of single runs, in float32."""
     model, params = loader.load_model(folder, device, "float32", fast=True), SamplingParams(max_new_tokens=24)
+    if run(model, params) != [[token.id for token in generate(model, prompt, params)] for prompt in PROMPTS]:
+        raise LlamaError("the tokens differ from those of single runs")
+    return "gives the tokens of single runs"
+
+
+def in_batch(model: Transformer, params: SamplingParams) -> list[list[int]]:
+    """Three prompts in a batch of two."""
     found: list[list[int]] = [[] for _ in PROMPTS]
     for event in Batch(model, [Request(prompt, params) for prompt in PROMPTS], slots=2):
         if isinstance(event, TokenEvent):
             found[event.number].append(event.token.id)
-    return _same(found, [[token.id for token in generate(model, prompt, params)] for prompt in PROMPTS])
+    return found
 
 
-def check_draft(folder: str, device: torch.device) -> str:
-    """A draft does not change the tokens, in float32."""
-    model, params = loader.load_model(folder, device, "float32", fast=True), SamplingParams(max_new_tokens=24)
-    found = [[token.id for token in speculate(model, prompt, params, NGramDraft())] for prompt in PROMPTS]
-    return _same(found, [[token.id for token in generate(model, prompt, params)] for prompt in PROMPTS])
-
-
-def _same(found: object, expected: object) -> str:
-    if found != expected:
-        raise LlamaError("the tokens differ from those of single runs")
-    return "gives the tokens of single runs"
+def with_draft(model: Transformer, params: SamplingParams) -> list[list[int]]:
+    """One prompt after the other, with a draft."""
+    return [[token.id for token in speculate(model, prompt, params, NGramDraft())] for prompt in PROMPTS]
 
 
 def check_compile(folder: str, device: torch.device) -> str:
@@ -114,25 +107,22 @@ def check_compile(folder: str, device: torch.device) -> str:
 
 def check_speed(folder: str, device: torch.device) -> str:
     """The bandwidth of reading a tensor, and the speed of a model with the shape of Llama 3.2 1B."""
-    x = torch.ones(2**26, device=device)  # 268 MB
-    float(x.sum())
-    started = time.perf_counter()
-    for _ in range(10):
-        total = x.sum()
-    float(total)  # waits for the device
-    bandwidth = 10 * x.nbytes / (time.perf_counter() - started)
+    bandwidth = read_bandwidth(device)
     with torch.device(device):
         model = Transformer(LARGE, rope="real", attention="sdpa").to(torch.bfloat16)
     tokens = measure(model, 512, 64, reps=2)
     return f"reads {bandwidth / 1e9:,.0f} GB/s; 1B in bfloat16, random weights: {tokens['decode_tps']} tokens/s"
 
 
-CHECKS = {"batch": check_batch, "draft": check_draft, "compile": check_compile, "speed": check_speed}
+CHECKS: dict[str, Callable[[str, torch.device], str]] = {
+    "batch": partial(same_tokens, in_batch),
+    "draft": partial(same_tokens, with_draft),
+    "compile": check_compile,
+    "speed": check_speed,
+}
 
 
-def check_way(
-    item: str, folder: str, tokens: Tensor, device: torch.device, options: dict[str, Any], most: float
-) -> Finding:
+def check_way(folder: str, tokens: Tensor, device: torch.device, options: dict[str, Any], most: float) -> str:
     """Compare the logits of a cached model, as commands run it, with one pass of nn.Linear in float32 on the CPU."""
     model = loader.load_model(folder, device, fast=True, **options)
     cache = model.new_cache(64)
@@ -145,10 +135,9 @@ def check_way(
             weight.copy_(layer.weight)
     expected = plain(tokens).double()
     error = float((logits.cpu() - expected).abs().max() / expected.abs().max())
-    if error <= most:  # false for NaN
-        return Finding("ok", "self-test", item, f"agrees with plain arithmetic within {error:.0e}")
-    message = f"differs by {error:.0e} from plain arithmetic, expected at most {most:g}"
-    return Finding("fail", "self-test", item, message, REPORT)
+    if not error <= most:  # or NaN
+        raise LlamaError(f"differs by {error:.0e} from plain arithmetic, expected at most {most:g}")
+    return f"agrees with plain arithmetic within {error:.0e}"
 
 
 def write_model(folder: Path) -> None:

@@ -11,15 +11,16 @@ import hashlib
 import os
 import re
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ..checkpoint import open_checkpoint
 from ..errors import CheckpointError, DamagedError
 from ..hub import models as hub
 from ..system.documents import start_of
-from .doctor import Finding, failure
+from .doctor import Finding, check
 from .model_facts import model_facts
 
 TORCH = (".pth", ".pt", ".bin")
@@ -33,29 +34,18 @@ def verify(path: Path) -> Iterator[Finding]:
     """Check a folder in Meta's or Hugging Face's format, a GGUF file or a set of them; yield findings one by one."""
     files = find_files(path)
     sums: list[Sum] = []
-    for checklist in (file for file in files if file.suffix == ".chk"):
-        try:
-            sums += read_checksums(checklist)
-        except Exception as error:
-            yield failure("sums", checklist.name, error)
-    yield from (check("files", file, describe) for file in files)
-    yield from (check("crc32", file, check_archive) for file in files if file.suffix in TORCH)
+    for file in (file for file in files if file.suffix == ".chk"):
+        yield check("sums", file.name, partial(read_checksums, file, sums))
+    yield from (check("files", file.name, partial(describe, file)) for file in files)
+    yield from (check("crc32", file.name, partial(check_archive, file)) for file in files if file.suffix in TORCH)
     sums += [(file, value, "the hub") for file in files if (value := hub_checksum(file))]
     for file, value, source in sums:
-        yield check(ALGORITHMS[len(value)], file, partial(compare, expected=value, source=source))
+        yield check(ALGORITHMS[len(value)], file.name, partial(compare, file, value, source))
     known = {file for file, *_ in sums}
     wanted = [file for file in files if file.suffix in (*WEIGHTS, ".model") or file.name == "tokenizer.json"]
     if bare := [file.name for file in wanted if file not in known]:
         yield Finding("warn", "sums", ", ".join(bare), "not verified: no checksum is known")
     yield from open_and_compare(path)
-
-
-def check(group: str, file: Path, look: Callable[[Path], str]) -> Finding:
-    """The finding of a check that returns a message. An exception is a finding too: it must not end the report."""
-    try:
-        return Finding("ok", group, file.name, look(file))
-    except Exception as error:
-        return failure(group, file.name, error)
 
 
 # --------------------------------------------------------------------------------------------------------- the files
@@ -88,15 +78,15 @@ def check_archive(file: Path) -> str:
         return f"all {len(archive.infolist()):,} records"
 
 
-def read_checksums(checklist: Path) -> list[Sum]:
-    """The checksums in a list that md5sum or sha256sum wrote. Raises CheckpointError for another line."""
-    sums = []
+def read_checksums(checklist: Path, sums: list[Sum]) -> str:
+    """Add the checksums in a list that md5sum or sha256sum wrote. Raises CheckpointError for another line."""
+    before = len(sums)
     for number, line in enumerate(checklist.read_text(encoding="utf-8").splitlines(), 1):
         if match := re.fullmatch(r"([0-9a-fA-F]{32}|[0-9a-fA-F]{64}) [ *]([^/\\]+)", line):
             sums.append((checklist.with_name(match[2]), match[1].lower(), checklist.name))
         elif line.strip() and not line.startswith("#"):
             raise CheckpointError(f"line {number} is {line!r:.60}; expected a checksum, two spaces and a file name")
-    return sums
+    return f"{len(sums) - before:,} checksums"
 
 
 def hub_checksum(file: Path) -> str | None:
@@ -128,20 +118,20 @@ def compare(file: Path, expected: str, source: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------- as a checkpoint
+def open_files(path: Path, facts: dict[str, Any]) -> str:
+    """Open the checkpoint, and add what its headers say to `facts`."""
+    facts |= model_facts(checkpoint := open_checkpoint(path))
+    return f"{facts['format']}, {facts['parameters']:,} parameters in {len(checkpoint.shapes):,} tensors"
+
+
 def open_and_compare(path: Path) -> Iterator[Finding]:
     """Open the checkpoint, compare its tensors with its configuration, and its tokenizer with the embedding."""
-    item = path.absolute().name
-    try:
-        checkpoint = open_checkpoint(path)
-        facts = model_facts(checkpoint)
-    except Exception as error:
-        yield failure("open", item, error)
+    item, facts = path.absolute().name, dict[str, Any]()
+    yield (opened := check("open", item, partial(open_files, path, facts)))
+    if opened.status == "fail":
         return
     for fault in facts["mismatches"]:
         yield Finding("fail", "open", item, fault)
-    if not facts["mismatches"]:
-        message = f"{facts['format']}, {facts['parameters']:,} parameters in {len(checkpoint.shapes):,} tensors"
-        yield Finding("ok", "open", item, message)
     for warning in facts["warnings"]:
         yield Finding("warn", "open", item, warning)
     if "tokens" in facts:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,14 @@ from llama.server.dialects import standard
 from llama.server.requests import (
     ANSWER_FIELDS,
     CHAT_FIELDS,
-    INSIDE_FIELDS,
     TEXT_FIELDS,
     parse_answer,
     parse_body,
     parse_chat,
-    parse_inspection,
+    parse_look,
     parse_text,
 )
+from llama.server.responses import FIELDS, parse_response
 from llama.text import Llama
 
 from .. import tiny
@@ -192,7 +193,9 @@ PARSERS: list[tuple[Callable[..., object], Any, dict[str, Any]]] = [
     (parse_chat, CHAT_FIELDS, {"messages": HELLO, "max_tokens": 1, "stop": ["x"]}),
     (parse_text, TEXT_FIELDS, {"prompt": "hello", "max_tokens": 1, "stop": ["x"]}),
     (parse_answer, ANSWER_FIELDS.keys() - {"messages", "prompt"}, {"ids": [5], "max_tokens": 1}),
-    (parse_inspection, INSIDE_FIELDS, {"ids": [5]}),
+    (partial(parse_look, "inside"), ("ids", "token", "against", "off", "key", "head"), {"ids": [5]}),
+    (partial(parse_look, "patch"), ("other", "off"), {"ids": [5], "other": [6]}),
+    (parse_response, FIELDS, {"input": "hello"}),
 ]
 
 

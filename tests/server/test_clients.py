@@ -170,6 +170,10 @@ def test_sixteen_clients_at_once_get_the_answers_they_get_alone(server: Running,
 def test_models_and_errors_are_what_the_client_expects(server: Running, client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").id == "tiny"
+    assert requests.get(f"{server.url}/v1/models/", timeout=60).json()["data"][0]["id"] == "tiny"
+    for path in ("/api/tags", "/api/version", "/v1/embeddings"):  # Ollama's, and what this server has not
+        error = requests.get(server.url + path, timeout=60).json()["error"]["message"]
+        assert error.endswith(f"the API is OpenAI's, with the base URL {server.url}/v1")
     with pytest.raises(openai.NotFoundError, match="unknown model"):
         client.models.retrieve("org/other")
     with pytest.raises(openai.NotFoundError, match="unknown model"):

@@ -346,8 +346,8 @@ def test_looks_inside_are_in_float32(half_llm: Llama, tiny_gguf: Path, monkeypat
     token, against = np.argsort(-logits)[[0, 3]].tolist()
     chosen = {"token": token, "against": against}
     looks = Looks(half_llm, "tiny")
-    *_, found = looks.inside(ids, (), chosen)
-    *_, grid = looks.grid(ids, (), **chosen)
+    *_, found = looks.inside(ids, **chosen)
+    *_, grid = looks.grid(ids, **chosen)
     for one in (found, grid):
         assert one["difference"] == pytest.approx(logits[token] - logits[against], abs=1e-4)
     assert found["p"] == pytest.approx(softmax(logits)[token], abs=1e-5)
@@ -356,7 +356,7 @@ def test_looks_inside_are_in_float32(half_llm: Llama, tiny_gguf: Path, monkeypat
     with monkeypatch.context() as full:
         full.setattr("llama.inside.exact.free_memory", lambda device: Room(6 * llm.model.config.n_params, "are free"))
         looks = Looks(half_llm, "tiny")
-    *_, rough = looks.inside(ids, (), chosen)
+    *_, rough = looks.inside(ids, **chosen)
     assert not looks.meta()["exact"]
     assert rough["difference"] != found["difference"]
     assert Looks(llm, "tiny").meta()["rounding"] == 0
@@ -370,7 +370,7 @@ def test_looks_into_the_default_model_are_in_float32(default_gguf: Path, default
     logits = next_logits(default_llm, ids)
     token, against = np.argsort(-logits)[[0, 1]].tolist()
     looks = Looks(llm, "default")
-    *_, found = looks.inside(ids, (), {"token": token, "against": against})
+    *_, found = looks.inside(ids, token=token, against=against)
     assert found["p"] == pytest.approx(softmax(logits)[token], abs=5e-5)
     assert found["difference"] == pytest.approx(logits[token] - logits[against], abs=5e-4)
     assert abs(softmax(next_logits(llm, ids))[token] - found["p"]) < looks.meta()["rounding"]
@@ -405,7 +405,7 @@ def test_both_lenses_are_the_readouts_of_the_layers(tiny_llm: Llama) -> None:
     J = torch.randn(64, 64, generator=torch.Generator().manual_seed(6))
     looks = Looks(tiny_llm, "tiny", JacobianLens({0: J}, 3))
     token = int(np.argsort(-next_logits(tiny_llm, ids))[40])
-    *_, found = looks.inside(ids, (), {"token": token})
+    *_, found = looks.inside(ids, token=token)
     assert (looks.meta()["lens"], looks.meta()["tied"]) == (3, False)
     with activations(model, "resid_post.0") as seen:
         model(torch.tensor([ids]))
@@ -474,11 +474,11 @@ def test_a_head_that_is_asked_for_is_listed_and_that_of_the_more_probable_token_
     more, less = np.argsort(-next_logits(tiny_llm, ids))[[0, 3]].tolist()
     looks, effects = Looks(tiny_llm, "tiny"), dict[tuple[int, int], float]()
     for layer, head in np.ndindex(2, 4):
-        *_, found = looks.inside(ids, (), {"token": more, "against": less, "head": [layer, head]})
+        *_, found = looks.inside(ids, token=more, against=less, head=(layer, head))
         (effects[layer, head],) = [one["effect"] for one in found["heads"] if one["head"] == [layer, head]]
     best = max(effects, key=lambda at: effects[at])
     for token, against in ((more, less), (less, more)):
-        *_, found = looks.inside(ids, (), {"token": token, "against": against})
+        *_, found = looks.inside(ids, token=token, against=against)
         assert found["heads"][0]["head"] == found["head"]["head"] == [*best]
 
 
@@ -489,7 +489,7 @@ def test_the_head_in_detail_adds_most_or_has_the_largest_effect_and_is_listed(
     effects = torch.tensor([[sign * 0.1, sign * 0.2, sign * 0.3, 0.0], [-0.9, -0.8, -0.7, -0.6]])
     monkeypatch.setattr("llama.server.look.SHOWN_HEADS", 3)
     monkeypatch.setattr("llama.inside.trace.direct_effects", lambda *_: effects)
-    *_, found = Looks(tiny_llm, "tiny").inside(tiny_llm.encode_chat(MESSAGES), (), {})
+    *_, found = Looks(tiny_llm, "tiny").inside(tiny_llm.encode_chat(MESSAGES))
     listed = [one["head"] for one in found["heads"]]
     assert listed == ([[0, 2], [1, 0], [1, 1]] if sign > 0 else [[1, 0], [1, 1], [1, 2]])
     assert found["head"]["head"] == listed[0]
@@ -511,7 +511,10 @@ def test_the_grid_is_ablation_one_by_one_beside_other_heads_that_are_off(
     assert found["total"][0][1] == pytest.approx(0, abs=1e-5)
     with monkeypatch.context() as short:
         short.setattr("llama.server.requests.LONGEST_GRID", 9)
-        for body, wrong in (({}, "token is missing"), ({"token": 1, "against": 2, "ids": [5] * 10}, "at most 9")):
+        for body, wrong in (
+            ({"ids": [5]}, "token is missing"),
+            ({"token": 1, "against": 2, "ids": [5] * 10}, "at most 9"),
+        ):
             refused = post(server, "/look/grid", **{"ids": ids, **body})
             assert refused.status_code == 400
             assert wrong in refused.json()["error"]["message"]

@@ -381,6 +381,9 @@ def test_items_become_the_messages_of_a_chat(tiny_llm: Llama) -> None:
     assert llm.tokenizer.decode(found.ids).startswith('{"role": "system", "content": "Instructed."}\n')
 
 
+CALLED = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -397,7 +400,14 @@ def test_items_become_the_messages_of_a_chat(tiny_llm: Llama) -> None:
         ({"n": 2}, "unknown key 'n'"),
         ({"messages": []}, "unknown key 'messages'"),
         ({"moderation": {"model": "x"}}, "unknown key 'moderation'"),
-        ({"text": {"format": {"type": "xml"}}}, "response_format must be"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format must be"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format must be"),
+        ({"tools": [{**TOOL, "name": "a b"}]}, r"tools\[0\].name must match"),
+        ({"tools": [{"type": "function", "name": "f", "x": 1}]}, r"unknown key 'tools\[0\].x'"),
+        ({"tool_choice": "required"}, "tool_choice must be"),
+        ({"max_tokens": 5, "max_output_tokens": 6}, "max_tokens and max_output_tokens differ"),
+        ({"input": []}, "input must be a text or a list with at least one message"),
+        ({"input": [{**CALLED, "arguments": "{"}]}, r"input\[0\].arguments must be JSON"),
         ({"input": None}, "input is missing"),
         ({"input": 5}, "input must be"),
         ({"input": ["x"]}, r"input\[0\] must be an object"),

@@ -33,7 +33,9 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def show(open_page: Open, file: Path) -> Open:
-    return lambda address="", viewport=WIDE, at=file, **how: open_page(at.as_uri() + address, viewport=viewport, **how)
+    return lambda address="", viewport=WIDE, keep=True, **how: open_page(
+        file.as_uri() + address, viewport=viewport, keep=keep, **how
+    )
 
 
 def settle(tab: Page) -> None:
@@ -123,10 +125,7 @@ MOVES = {
 }
 
 
-QUICK = {"pair", "length"}  # the others are tested as slow tests
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else SLOW) for name in MOVES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "pair" else SLOW) for name in MOVES])
 def test_every_slider_moves_by_keyboard_and_changes_its_pictures(show: Open, name: str) -> None:
     tab = show("#method=dynamic&length=5000" if name == "length" else "#method=yarn")
     before, state = drawn(tab), state_of(tab)
@@ -167,7 +166,13 @@ def test_every_method_is_reached_by_keyboard(show: Open) -> None:
     assert explanation.startswith("Pairs that turn more than 4 times within L are unchanged")
 
 
-@pytest.mark.parametrize("address", ["#method=ntk", "#method=yarn&dim=64&pair=20&m=777", "#method=llama3&stretch=8"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        "#method=yarn&dim=64&pair=20&m=777",
+        *(pytest.param(f"#method={method}", marks=SLOW) for method in ("ntk", "llama3&stretch=8")),
+    ],
+)
 def test_the_drawn_coordinates_match_the_numbers(show: Open, address: str) -> None:
     tab = show(address)
     state = state_of(tab)
@@ -278,7 +283,7 @@ def test_an_address_restores_the_setting(show: Open) -> None:
     tab.focus("#stretch-slider")
     tab.keyboard.press("ArrowRight")
     until(tab, "location.hash.includes('stretch=8.72')")
-    again = show(tab.evaluate("location.hash"))
+    again = show(tab.evaluate("location.hash"), keep=False)
     assert state_of(again) == state_of(tab)
     assert drawn(again) == drawn(tab)
     tab.evaluate("location.hash = '#method=linear&dim=16'")
@@ -353,7 +358,8 @@ CONTRAST = """() => {
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("viewport", [WIDE, pytest.param(PHONE, marks=SLOW)], ids=["wide", "phone"])
 def test_every_text_has_contrast(show: Open, scheme: str, viewport: Any) -> None:
-    tab = show("#method=ntk&dim=12345", viewport, color_scheme=scheme)
+    tab = show("#method=ntk&dim=12345", viewport)
+    tab.emulate_media(color_scheme=scheme, reduced_motion="reduce")
     tab.evaluate("document.querySelector('.path button').click()")
     table(tab)
     tab.evaluate("document.getElementById('panel').open = true")
@@ -366,9 +372,10 @@ def test_every_text_has_contrast(show: Open, scheme: str, viewport: Any) -> None
     assert worst["ratio"] >= 4.5, worst
 
 
-def test_a_phone_needs_no_sideways_scroll(show: Open) -> None:
+@pytest.mark.parametrize("methods", [["dynamic"], pytest.param(page.METHODS, marks=SLOW)], ids=["dynamic", "all"])
+def test_a_phone_needs_no_sideways_scroll(show: Open, methods: list[str]) -> None:
     tab = show("", PHONE, has_touch=True)
-    for method in page.METHODS:
+    for method in methods:
         tab.evaluate(f"location.hash = '#method={method}&stretch=32&trained=131072&base=10000000&m=4000000&n=3'")
         until(tab, f"document.querySelector('input[name=method]:checked').value === '{method}'")
         for opened in (False, True):

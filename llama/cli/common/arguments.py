@@ -21,30 +21,70 @@ from .parser import MANY, RARE, Group, HelpAll, Row
 if TYPE_CHECKING:
     from ...loader import LoadOptions
 
-SYNONYMS = {  # an option of llama.cpp, vLLM or Ollama -> the option here with the same meaning
-    **dict.fromkeys(("-hf", "-hfr", "--hf-repo"), "--model"),
-    **dict.fromkeys(("-ngl", "--n-gpu-layers"), "--gpu-layers"),
-    **dict.fromkeys(("-c", "--ctx-size", "--max-model-len"), "--max-seq-len"),
-    **dict.fromkeys(("--max-tokens", "--n-predict", "--predict"), "--max-new-tokens"),
-    **{"-t": "--threads", "-s": "--seed", "--repeat-penalty": "--repetition-penalty", "--lora": "--adapter"},
-    **{"-sys": "--system", "--system-prompt": "--system", "--tensor-parallel-size": "--tensor-parallel"},
-    **{"-np": "--parallel", "--served-model-name": "--name", "-a": "--alias", "--grammar-file": "--grammar"},
-    **{"-md": "--draft", "--num-ctx": "--max-seq-len", "--rope-freq-base": "--rope-theta", "-r": "--stop"},
+FIELD = {  # an option or command here -> its names in llama.cpp, vLLM, Ollama, llm and hf
+    "--model": "-hf -hfr --hf-repo",
+    "--gpu-layers": "-ngl --n-gpu-layers",
+    "--max-seq-len": "-c --ctx-size --max-model-len --num-ctx",
+    "--max-new-tokens": "--max-tokens --n-predict --predict",
+    "--threads": "-t",
+    "--seed": "-s",
+    "--repetition-penalty": "--repeat-penalty",
+    "--adapter": "--lora",
+    "--system": "-sys --system-prompt",
+    "--tensor-parallel": "--tensor-parallel-size",
+    "--parallel": "-np",
+    "--name": "--served-model-name",
+    "--alias": "-a",
+    "--grammar": "--grammar-file",
+    "--draft": "-md --model-draft",
+    "--rope-theta": "--rope-freq-base",
+    "--stop": "-r --reverse-prompt",
+    "--thinking-budget": "--reasoning-budget",
+    "--device": "-dev",
+    "--version": "-v -V version",
+    "chat": "run",
+    "generate": "prompt complete",
+    "inspect": "show",
+    "list": "ls models",
+    "pull": "download",
 }
-UNNEEDED = "-fa --flash-attn --mlock --no-mmap --jinja --color -b -ub --ubatch-size --stream -e --no-display-prompt"
-ANSWERS = {  # an option of llama.cpp, vLLM or Ollama without a counterpart -> what to do
-    **dict.fromkeys(UNNEEDED.split(), "not needed here; leave this out"),
-    **dict.fromkeys(("-cnv", "--conversation", "-i", "--interactive"), "use clearllama chat"),
-    **dict.fromkeys(("-no-cnv", "--no-conversation"), "use --raw"),
-    **dict.fromkeys(("-ctk", "-ctv", "--cache-type-k", "--cache-type-v"), "use --kv-cache int8"),
-    **{"--format": "use --json-schema FILE", "--repeat-last-n": "a penalty counts all tokens", "-st": "use generate"},
+SYNONYMS = {name: own for own, names in FIELD.items() for name in names.split()}
+UNNEEDED = """-fa --flash-attn --mlock --no-mmap --jinja --color -b --batch -ub --ubatch-size --stream --no-stream -e
+ --no-display-prompt -v --verbose --no-warmup --log-disable --enforce-eager --gpu-memory-utilization --trust-remote-code"""
+ANSWERS = {  # what to do instead -> options and commands of these programs without a counterpart
+    "not needed here; leave this out": UNNEEDED,
+    "use clearllama chat": "-cnv --conversation -i --interactive",
+    "use clearllama generate": "-st --single-turn",
+    "use --raw": "-no-cnv --no-conversation",
+    "use --kv-cache int8": "-ctk -ctv --cache-type-k --cache-type-v",
+    "use --json-schema FILE": "--format -j --schema",
+    "a penalty counts all tokens": "--repeat-last-n",
+    "use --model ORG/NAME/FILE.gguf": "-hff --hf-file -mu --model-url",
+    "use --device cuda:0,cuda:1": "-sm --split-mode -ts --tensor-split -mg --main-gpu",
+    "use --template-option NAME=VALUE": "--think --chat-template-kwargs",
+    "use options, such as --temperature 0.7": "-o --option",
+    "images are not supported": "--image --mmproj -mm",
+    "no model stays loaded between commands; clearllama serve keeps one, in the foreground": "ps stop",
+    "use clearllama convert or quantize; a system message is --system of generate and chat": "create",
+    "hf upload, of the Hugging Face hub, publishes a folder": "push upload",
+    "copy the file or folder, and name it with -m": "cp",
+    "use 'hf auth login'": "login auth",
+    "use --chat-format or --template-option of chat; inspect says whether a model has a template": "templates",
+    "there are no embeddings; in Python, llama.load_model(PATH).hidden(tokens) has the last hidden states": "embed"
+    " embeddings embed-multi embedding --embedding --embeddings",
 }
+ANSWER = {name: answer for answer, names in ANSWERS.items() for name in names.split()}
 LARGEST_FACTOR = 10_000  # upper limit of --rope-factor
 
 
 def option(name: str) -> str:
     """The option of an attribute of the parsed arguments: 'top_p' -> '--top-p'."""
     return f"--{name.replace('_', '-')}"
+
+
+def count(text: str) -> int:
+    """Parse N of --max-new-tokens; -1 and -2, as in llama.cpp, are the rest of the context."""
+    return number if (number := int(text)) not in (-1, -2) else OPTIONS["max_new_tokens"].metadata["range"][1]
 
 
 def bias(text: str) -> tuple[int, float]:
@@ -191,7 +231,7 @@ def generation(max_new_tokens: int, fallback: str, argument: bool = False) -> li
     return [
         *model(argument=argument),
         Group("sampling", f"defaults: those of the checkpoint's generation_config.json, else {fallback}"),
-        ("-n --max-new-tokens N", int, about["max_new_tokens"], {"default": max_new_tokens}),
+        ("-n --max-new-tokens N", count, f"{about['max_new_tokens']}; -1: what the context holds", {"default": max_new_tokens}),
         ("--temperature --temp X", *numbers.pop("temperature")[1:]),
         numbers.pop("top_p"),
         ("--seed N", int, about["seed"]),

@@ -177,6 +177,7 @@ def model_name(path_or_name: str) -> str:
     from ...hub.repository import hub_id
 
     path = Path(path_or_name)
+    path = path.resolve().parent if path.suffix == ".json" else path
     return path.resolve().name if path.exists() else str(hub_id(path_or_name) or path_or_name)
 
 

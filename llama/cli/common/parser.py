@@ -93,14 +93,13 @@ class Parser(argparse.ArgumentParser):
     def _parse_optional(self, word: str) -> Any:
         """As in argparse, but -NAME is --NAME and --A_B is --A-B, and an unknown option ends the run.
 
-        -n5 is -n 5 and -qn 5 is -q -n 5, but -cnv is not -c nv, which is no integer, and -hf is no help.
+        A word of letters is one name: -n5 is -n 5, but -hf is no -h, and -mtiny.gguf no -m.
         """
         name, known = word.partition("=")[0], self._option_string_actions
         for spelled in (f"-{name}", name.replace("_", "-")):
             if word[:1] == "-" and name not in known and spelled in known:
                 return super()._parse_optional(spelled + word[len(name) :])
-        short = known.get(name[:2])
-        glued = short is not None and short.dest != "help" and (short.type is not int or not name[2:3].isalpha())
+        glued = name[:2] in known and not name[2:3].isalpha()
         named = re.match("--?[A-Za-z]", word) and " " not in word
         if self._subparsers is None and named and name not in known and not glued:
             self.error(f"unrecognized arguments: {name:.80}{self.hint(name)}")

@@ -17,6 +17,7 @@ from ...checkpoint import open_checkpoint
 from ...config import ModelConfig
 from ...errors import UsageError
 from ...rope_scaling import inverse_frequencies, kind_of, reach, trained_length
+from ...tools.families import official
 from ..figure import Axes, Canvas, Data, Figure, draw_lines, legend_above, pair_colour
 from ..measures import seen_arc, stretching, turns, wavelengths
 from ..perplexity import folder_of
@@ -112,7 +113,7 @@ def _scaled(
             raise UsageError(
                 f"{OPTIONS[name]} is set by the checkpoint of --model; leave {OPTIONS[name]} or --model out"
             )
-        config = open_checkpoint(folder_of(model)).config
+        config = official().get(model) or open_checkpoint(folder_of(model)).config
         own = {"head_dim": config.head_dim, "theta": config.rope_theta, "context": int(trained_length(config))}
         factor = (config.rope_scaling or {}).get("factor")
         if isinstance(factor, int | float) and factor > 1:
