@@ -86,9 +86,7 @@ def patching_steps(
     h, states = model.tok_embeddings(both[:1, :start]), [model.tok_embeddings(both[:, start:])]
     for layer in range(L):
         h = run(model, layer, h, range(start), S, earlier[layer]) if start else h  # (1, start, C)
-        states.append(
-            run(model, layer, states[-1], rest, S, earlier[layer])
-        )  # (2, T, C) before each
+        states.append(run(model, layer, states[-1], rest, S, earlier[layer]))  # (2, T, C) before each
     logits = last_logits(model, states[-1])  # (2, V)
     if not bool(logits.isfinite().all()):
         raise NumericalError("the logits of these texts are not finite; try dtype='float32' (--dtype float32)")
