@@ -91,9 +91,9 @@ def ablation_grid(
     for number, block in enumerate(model.layers):
         layer, found = block.attention.layer, []
         for rows in groups:
-            changes = {f"z.{layer}": partial(_without_heads, rows=rows, at=at, mean=mean)}
-            changes |= {f"mlp_out.{layer}": partial(_without_mlp, row=parts - 1 - rows.start, at=at, mean=mean)}
-            with patch(model, changes):
+            without = partial(_without, first=rows.start, at=at, mean=mean)
+            mlp = partial(without, first=rows.start - parts + 1)  # column H
+            with patch(model, {f"z.{layer}": without, f"mlp_out.{layer}": mlp}):
                 x = states[number].expand(len(rows), -1, -1)
                 x = run(model, number, x, range(T), T, None)  # (B, T, C): row i without part rows[i]
             for later in range(number + 1, L + 1):
@@ -144,18 +144,11 @@ def _difference(model: Transformer, h: Tensor, token: int, against: int) -> Tens
     return logits[:, token] - logits[:, against]
 
 
-def _without_heads(z: Tensor, place: Place, rows: range, at: slice, mean: bool) -> Tensor:
-    """(B, T, H, D) with head rows[i] of row i replaced. The rows are equal before."""
-    for i, head in enumerate(rows):
-        if head < z.shape[2]:
-            z[i, at, head] = z[i, :, head].mean(0) if mean else 0
-    return z
-
-
-def _without_mlp(x: Tensor, place: Place, row: int, at: slice, mean: bool) -> Tensor:
-    """(B, T, C) with the output of the MLP replaced in a row, if there is such a row."""
-    if 0 <= row < len(x):
-        x[row, at] = x[row].mean(0) if mean else 0
+def _without(x: Tensor, place: Place, first: int, at: slice, mean: bool) -> Tensor:
+    """Heads (B, T, H, D), or an MLP's output (B, T, C) as the only head, with head `first` + i of row i replaced."""
+    heads = x if x.dim() == 4 else x[:, :, None]  # (B, T, H or 1, ..)
+    for row in range(max(0, -first), min(len(x), heads.shape[2] - first)):
+        heads[row, at, first + row] = heads[row, :, first + row].mean(0) if mean else 0
     return x
 
 
