@@ -31,10 +31,7 @@ __all__ = [
     "inverse_frequencies", "load", "load_model", "load_tokenizer", "precompute_freqs_cis", "quantize", "rotate_half",
 ]  # fmt: skip
 # Modules that import torch, which takes a second, are last: `clearllama --help` should not do that.
-MODULES = (
-    *("errors", "config", "sampling", "tokenizer", "rope_scaling", "rope", "cache", "model", "text", "loader"),
-    "tools.convert",
-)
+MODULES = ("errors", "config", "sampling", "tokenizer", "rope", "model", "text", "loader", "tools.convert")
 
 
 def __getattr__(name: str) -> object:

@@ -56,8 +56,7 @@ class FixedCaches:
     """Makes fixed caches for `Transformer.make_cache`, and uses their memory again: see the top of this file."""
 
     def __init__(self) -> None:
-        self.made: dict[object, KVCache] = {}  # by sizes, batch, dtype and kind
-        self.lent: dict[object, weakref.ref[KVCache]] = {}  # the view of each that was handed out last
+        self.made: dict[object, tuple[KVCache, weakref.ref[KVCache]]] = {}  # a cache of each kind, and its last view
 
     def __call__(self, *sizes: int, batch: int = 1, **options: Any) -> KVCache:
         """A view of an empty cache for sizes[-1] tokens; of a new cache while an earlier view is in use."""
@@ -66,12 +65,11 @@ class FixedCaches:
         key = *sizes[:-1], batch, options.get("dtype"), options.get("kind")
         room = 1 << (sizes[-1] - 1).bit_length()  # a power of two, so that most answers fit into the same cache
         sizes = *sizes[:-1], room
-        last = self.lent.get(key, lambda: None)()
-        whole = self.made.get(key)
-        if last is not None or whole is None or whole.max_len < room:
-            whole = self.made[key] = KVCache(*sizes, batch=batch, **{**options, "fixed": True})
+        whole, last = self.made.get(key, (None, lambda: None))
+        if whole is None or whole.max_len < room or last() is not None:
+            whole = KVCache(*sizes, batch=batch, **{**options, "fixed": True})
         for row in range(batch):
             whole.clear_row(row)  # NaN must not stay in a masked slot
         view = whole.rows(0, batch)
-        self.lent[key] = weakref.ref(view)
+        self.made[key] = whole, weakref.ref(view)
         return view

@@ -24,11 +24,7 @@ FLOAT32 = "try dtype='float32' (--dtype float32)"
 
 
 class Begins(Exception):
-    """Raised in the pass where NaN or infinity begins: in the output of a layer, or in its input only."""
-
-    def __init__(self, name: str, module: nn.Module, in_output: bool):
-        super().__init__(name)
-        self.name, self.module, self.in_output = name, module, in_output
+    """Raised where NaN or infinity begins: the layer's name, the layer, and whether in its output or only its input."""
 
 
 @torch.inference_mode()
@@ -50,13 +46,14 @@ def locate(model: Transformer, tokens: Sequence[int]) -> str:
             "a second pass over the same tokens was finite, so either the numbers barely overflow, or the memory or"
             f" the device is faulty: {FLOAT32}, then try another device"
         )
-    where = f"non-finite numbers begin at the {'output' if found.in_output else 'input'} of {found.name}"
-    for name, tensor in weights(found.module) if found.in_output else ():
+    layer, module, in_output = found.args
+    where = f"non-finite numbers begin at the {'output' if in_output else 'input'} of {layer}"
+    for name, tensor in weights(module) if in_output else ():
         bad = (~torch.isfinite(tensor)).nonzero()  # (n, axes)
         if len(bad):
             return (
                 f"{where}; NaN or infinity stands in {len(bad):,} of {tensor.numel():,} numbers of"
-                f" {found.name}.{name}, first at {bad[0].tolist()}: the file is damaged (clearllama verify compares"
+                f" {layer}.{name}, first at {bad[0].tolist()}: the file is damaged (clearllama verify compares"
                 " checksums)"
             )
     if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):

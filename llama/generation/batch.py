@@ -138,14 +138,13 @@ class Slot:
         self.ids: list[int] = []
         self.next = 0
         self.sequence: ActiveSequence | None = None  # only once it is an answer
-        self.finite = True  # False if the last chunk of a prompt may have left keys that are not
         self.used = 0  # the number of the request that used it last, from 1
         self.owner: object = None  # of the request that used it last
 
     def shares(self, prompt: Sequence[int]) -> int:
         """The number of leading tokens of a prompt that it holds; 0 for a prefix that is not worth copying."""
         shared = shared_prefix(self.ids, prompt)
-        return shared if shared >= SHORTEST_PREFIX and self.finite else 0
+        return shared if shared >= SHORTEST_PREFIX else 0
 
 
 class Batch:
@@ -239,14 +238,12 @@ class Batch:
         if sequence is not None and sequence.request.cancelled.is_set():
             if slot in self.prompts and not sequence.begun:
                 yield Started(sequence.number, sequence.request, 0)
-            if not slot.finite:
-                self._clear(slot)
             yield self._end(slot)
 
     @torch.inference_mode()
     def _clear(self, slot: Slot) -> None:
         """Empty a slot that may hold NaN. Masking is not enough (see LayerCache.empty)."""
-        slot.ids, slot.finite = [], True
+        slot.ids = []
         self.cache.clear_row(self.slots.index(slot))
 
     # ---------------------------------------------------------------------------------------- a request gets a slot
@@ -326,10 +323,11 @@ class Batch:
                 tokens = torch.tensor([ids[fed - size : fed]], device=self.cache.device)  # (1, T)
                 view = self.cache.rows(row, row + 1, fed - size)
                 hidden = self.model.hidden(tokens, cache=view, length=len(ids))  # (1, T, C)
-            slot.ids, slot.finite = ids[:fed], bool(hidden[:, -1].isfinite().all())
+            slot.ids = ids[:fed]
             if params.prompt_logprobs:
                 prompt.scored += self._score(ids, fed, hidden, params.top_logprobs)
             if fed < len(ids):
+                check_extreme(float(extreme(hidden[0, -1])), f"prompt token {fed + 1}", ids, where)  # keep no NaN
                 return
             with torch.inference_mode():
                 logits = self.model.output(hidden[:, -1])[0].float()[: self.n_vocab]  # (V,)

@@ -107,8 +107,7 @@ def speculate(  # the parameters of generate.generate
     check_rope(model)
     end = len(prompt) + room_for(model, prompt, params, cache)
     cache = model.new_cache(end) if cache is None else cache
-    where = partial(locate, model)
-    chooser = Chooser(prompt, params, cache.device, stop_ids, n_vocab, constraint, diagnose=where)
+    chooser = Chooser(prompt, params, cache.device, stop_ids, n_vocab, constraint, diagnose=partial(locate, model))
     tokens, generator = chooser.text, chooser.generator
 
     def pick(logits: Tensor, text: Sequence[int]) -> DraftToken:

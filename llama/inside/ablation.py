@@ -11,19 +11,16 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..attention import causal_mask
 from ..cache import KVCache
 from ..errors import NumericalError, UsageError
 from ..model import Transformer
 from ..text import Llama
-from .exact import float32_logits
 from .hooks import Place, patch, transformer
-from .patching import Earlier
+from .patching import Earlier, last_logits, run
 from .trace import direct_effects, readout, recording, sink
 
 STEP = 256  # tokens that all layers compute in one step, at most, as in a chunk of a prompt
@@ -71,14 +68,8 @@ def ablation_grid(
     if len(ids) < 2:
         raise UsageError("an ablation grid needs a text of at least two tokens")
     T, device = len(ids), model.tok_embeddings.weight.device
-    tokens, positions = torch.tensor([ids], device=device), torch.arange(T, device=device)  # (1, T), (T,)
-    blocks = model.layers
-    L, at = len(blocks), slice(None) if position is None else slice(position, position + 1)
-    freqs_cis, mask = model.rope.freqs_cis(positions, T), causal_mask(positions, positions)
-
-    def run(block: Any, h: Tensor) -> Tensor:  # (B, T, C) -> (B, T, C), without a cache
-        return block(h, freqs_cis, mask, positions, None)
-
+    tokens = torch.tensor([ids], device=device)  # (1, T)
+    L, at = len(model.layers), slice(None) if position is None else slice(position, position + 1)
     most = max(1, STEP * L // T)  # rows of a step
     parts = model.config.n_heads + 1
     groups = [range(start, min(start + most, parts)) for start in range(0, parts, most)]
@@ -95,21 +86,22 @@ def ablation_grid(
     states, direction = seen.hidden, readout(model, seen, token, against)  # (T, C) before each block and at last, (C,)
     mlps = torch.stack([mlp[-1].float() @ direction for mlp in seen.rows("mlp_out")])  # (L,)
     direct = torch.cat((direct_effects(model, seen, direction), mlps[:, None]), 1)  # (L, H + 1)
-    difference = _difference(model, states[-1][-1:], token, against)  # (1,)
+    difference = _difference(model, states[-1][None], token, against)  # (1,)
     logits = []
-    for number, block in enumerate(blocks):
+    for number, block in enumerate(model.layers):
         layer, found = block.attention.layer, []
         for rows in groups:
-            changes = {f"z.{layer}": partial(_without_heads, rows=rows, at=at, mean=mean)}
-            changes |= {f"mlp_out.{layer}": partial(_without_mlp, row=parts - 1 - rows.start, at=at, mean=mean)}
-            with patch(model, changes):
-                x = run(block, states[number].expand(len(rows), -1, -1))  # (B, T, C): row i without part rows[i]
-            for later in [*blocks[number + 1 :], None]:
+            without = partial(_without, first=rows.start, at=at, mean=mean)
+            mlp = partial(without, first=rows.start - parts + 1)  # column H
+            with patch(model, {f"z.{layer}": without, f"mlp_out.{layer}": mlp}):
+                x = states[number].expand(len(rows), -1, -1)
+                x = run(model, number, x, range(T), T, None)  # (B, T, C): row i without part rows[i]
+            for later in range(number + 1, L + 1):
                 done += 1
                 yield done, count
-                if later is not None:
-                    x = run(later, x)  # (B, T, C)
-            found.append(_difference(model, x[:, -1], token, against))  # (B,)
+                if later < L:
+                    x = run(model, later, x, range(T), T, None)  # (B, T, C)
+            found.append(_difference(model, x, token, against))  # (B,)
         logits.append(torch.cat(found))
     previous, first, induction = torch.stack(scores, 1)  # (L, H) each
     repeated = None if bool(induction.isnan().any()) else induction
@@ -134,38 +126,29 @@ def without_sources(
     Yields parts (B,) of the differences, one for each pass.
     """
     S, device = len(ids), cache.device
-    positions = torch.tensor([S - 1], device=device)  # (T,)
-    freqs_cis, rows = model.rope.freqs_cis(positions, S), max(1, ROWS // S)
     dtype = model.norm.weight.dtype
     layers = [Earlier([x[:1, :, : S - 1].to(dtype) for x in layer.floats()]) for layer in cache.layers]
-    for part in torch.tensor(sources, device=device).split(rows):  # (B,)
+    for part in torch.tensor(sources, device=device).split(max(1, ROWS // S)):  # (B,)
         read = torch.arange(S, device=device) != part[:, None, None, None]  # (B, 1, 1, S)
         with patch(model, {"pattern.*": partial(lambda read, weights, at: weights * read, read)}):  # (B, H, 1, S)
             h = model.tok_embeddings(torch.full((len(part), 1), ids[-1], device=device))  # (B, 1, C)
-            for block, layer in zip(model.layers, layers, strict=True):
-                h = block(h, freqs_cis, None, positions, layer)  # (B, 1, C)
-            found = _difference(model, h[:, -1], token, against)  # (B,)
+            for number, layer in enumerate(layers):
+                h = run(model, number, h, range(S - 1, S), S, layer)  # (B, 1, C)
+            found = _difference(model, h, token, against)  # (B,)
         yield found
 
 
 def _difference(model: Transformer, h: Tensor, token: int, against: int) -> Tensor:
-    """The difference of two logits: (B, C) -> (B,) float32."""
-    logits = float32_logits(model, model.norm(h))  # (B, V)
+    """The difference of two logits after the last token: (B, T, C) -> (B,) float32."""
+    logits = last_logits(model, h)  # (B, V)
     return logits[:, token] - logits[:, against]
 
 
-def _without_heads(z: Tensor, place: Place, rows: range, at: slice, mean: bool) -> Tensor:
-    """(B, T, H, D) with head rows[i] of row i replaced. The rows are equal before."""
-    for i, head in enumerate(rows):
-        if head < z.shape[2]:
-            z[i, at, head] = z[i, :, head].mean(0) if mean else 0
-    return z
-
-
-def _without_mlp(x: Tensor, place: Place, row: int, at: slice, mean: bool) -> Tensor:
-    """(B, T, C) with the output of the MLP replaced in a row, if there is such a row."""
-    if 0 <= row < len(x):
-        x[row, at] = x[row].mean(0) if mean else 0
+def _without(x: Tensor, place: Place, first: int, at: slice, mean: bool) -> Tensor:
+    """Heads (B, T, H, D), or an MLP's output (B, T, C) as the only head, with head `first` + i of row i replaced."""
+    heads = x if x.dim() == 4 else x[:, :, None]  # (B, T, H or 1, ..)
+    for row in range(max(0, -first), min(len(x), heads.shape[2] - first)):
+        heads[row, at, first + row] = heads[row, :, first + row].mean(0) if mean else 0
     return x
 
 

@@ -78,27 +78,16 @@ def patching_steps(
             f"patching compares texts token by token: expected equally many tokens, got {len(source)} and"
             f" {len(target)}; reword one of the texts"
         )
-    S, blocks = len(target), model.layers
-    L = len(blocks)
+    S, L = len(target), len(model.layers)
     start = next((t for t in range(S) if source[t] != target[t]), S - 1)  # nothing before it differs
-    earlier = [Earlier() if start else None for _ in blocks]
-
-    def run(layer: int, h: Tensor, start: int, end: int) -> Tensor:  # (B, T, C) -> (B, T, C), T = end - start
-        device = blocks[layer].attention_norm.weight.device
-        keys = torch.arange(end, device=device)  # (S,)
-        mask = causal_mask(keys[start:], keys)  # (T, S)
-        freqs_cis = model.rope.freqs_cis(keys[start:], S)
-        return blocks[layer](h.to(device), freqs_cis, mask, keys[start:], earlier[layer])
-
-    def logits_of(h: Tensor) -> Tensor:  # (B, T, C) -> (B, V), after the last token
-        return float32_logits(model, model.norm(h[:, -1].to(model.norm.weight.device)))
+    earlier, rest = [Earlier() if start else None for _ in range(L)], range(start, S)
 
     both = torch.tensor([source, target], device=model.tok_embeddings.weight.device)  # (2, T)
     h, states = model.tok_embeddings(both[:1, :start]), [model.tok_embeddings(both[:, start:])]
     for layer in range(L):
-        h = run(layer, h, 0, start) if start else h  # (1, start, C)
-        states.append(run(layer, states[-1], start, S))  # (2, T, C) before each layer, and after the last one
-    logits = logits_of(states[-1])  # (2, V)
+        h = run(model, layer, h, range(start), S, earlier[layer]) if start else h  # (1, start, C)
+        states.append(run(model, layer, states[-1], rest, S, earlier[layer]))  # (2, T, C) before each
+    logits = last_logits(model, states[-1])  # (2, V)
     if not bool(logits.isfinite().all()):
         raise NumericalError("the logits of these texts are not finite; try dtype='float32' (--dtype float32)")
     first, second = (int(row.argmax()) if id is None else id for row, id in zip(logits, answers, strict=True))
@@ -119,14 +108,29 @@ def patching_steps(
         x = states[layer][1].repeat(len(at), 1, 1)  # (rows, T, C)
         x[torch.arange(len(at)), at] = states[layer][0, at]
         for later in range(layer, L):
-            x = run(later, x, start, S)  # (rows, T, C)
+            x = run(model, later, x, rest, S, earlier[later])  # (rows, T, C)
             done += 1
             yield done, count
-        found = logits_of(x)  # (rows, V)
+        found = last_logits(model, x)  # (rows, V)
         difference = (found[:, first] - found[:, second]).double().cpu()  # (rows,)
         restored[layer, start + at.cpu()] = (difference - theirs) / (ours - theirs)
-    numbers = [block.attention.layer for block in blocks]
+    numbers = [block.attention.layer for block in model.layers]
     return Grid(list(source), list(target), (first, second), (ours, theirs), numbers, restored)
+
+
+def run(model: Transformer, layer: int, h: Tensor, tokens: range, length: int, earlier: Earlier | None) -> Tensor:
+    """Run one block on some tokens of texts of this length; it has the keys of those before: (B, T, C) -> (B, T, C)."""
+    block = model.layers[layer]
+    device = block.attention_norm.weight.device
+    keys = torch.arange(tokens.stop, device=device)  # (S,)
+    positions = keys[tokens.start :]  # (T,)
+    freqs_cis, mask = model.rope.freqs_cis(positions, length), causal_mask(positions, keys)  # (T, D/2), (T, S)
+    return block(h.to(device), freqs_cis, mask, positions, earlier)
+
+
+def last_logits(model: Transformer, h: Tensor) -> Tensor:
+    """The logits after the last token, in float32: (B, T, C) -> (B, V)."""
+    return float32_logits(model, model.norm(h[:, -1].to(model.norm.weight.device)))
 
 
 class Earlier:

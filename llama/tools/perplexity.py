@@ -5,19 +5,17 @@ Letters: B batch, T tokens, C model dim, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..engine.nonfinite import locate
 from ..errors import NumericalError, UsageError
-from ..generate import prompt_chunk
+from ..generate import Progress, prompt_chunk
 from ..model import Transformer
 from ..sampling import logprob_of
 from ..tokenizer import Tokenizer
-
-Progress = Callable[[int, int], object]  # (number of predicted tokens, number of tokens to predict)
 
 
 @torch.inference_mode()
