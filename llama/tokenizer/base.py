@@ -130,6 +130,11 @@ class Tokenizer(ABC):
     def _names(self) -> Mapping[int, str]:
         return {id: name for name, id in self.control.items()}
 
+    @functools.cached_property
+    def hidden(self) -> Set[str]:
+        """The control strings without a text."""
+        return self.control.keys() - self.visible
+
     def name(self, id: int) -> str | None:
         """The control string of an id; None if it is not a control id."""
         return self._names.get(id)

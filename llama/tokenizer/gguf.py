@@ -75,9 +75,8 @@ class GGUFTokenizer(Tokenizer):
         """Correct types and ids after reading: two ids may share a token, and the last ids may have no token."""
         self.n_vocab = len(self.tokens)
         self.token_of = {id: token for id, token in enumerate(self.tokens) if self.types[id] != UNUSED}
-        for token, id in self.control.items():
-            if token not in self.visible:
-                self.types[id] = CONTROL
+        for token in self.hidden:
+            self.types[self.control[token]] = CONTROL
 
     def _flag(self, name: str, default: bool) -> bool:
         return boolean(name, self.metadata.get(f"tokenizer.ggml.{name}", default))
