@@ -199,9 +199,6 @@ class AdaptedCheckpoint(Checkpoint):
             )
         return self.base.tokenizer()
 
-    def chat_format(self, tokenizer: Tokenizer) -> str | None:
-        return self.base.chat_format(tokenizer)
-
 
 def _is_copy(copy: Tensor, base: Checkpoint, name: str) -> bool:
     """Whether a tensor is a weight of the base, apart from rounding and the number of rows."""

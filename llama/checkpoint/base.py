@@ -117,8 +117,13 @@ class Checkpoint(ABC):
         """The tokenizer in the checkpoint's files, or found near them. Raises TokenizerError."""
 
     def chat_format(self, tokenizer: Tokenizer) -> str | None:
-        """The built-in chat format, for a checkpoint format that can't store a template; None for others."""
-        return None
+        """The built-in format of the vocabulary for Meta's files, which have no template; None for others.
+
+        The files do not state whether the model was trained to chat.
+        """
+        from ..chat.formats import chat_format_of
+
+        return chat_format_of(tokenizer) if self.format == "Meta" else None
 
 
 def in_layout(weight: Weight, name: str, head_dim: int, source: Layout, target: Layout) -> Weight:
