@@ -25,7 +25,7 @@ from ..errors import CheckpointError, ConfigError, DamagedError, UsageError
 from ..rope import Layout
 from ..rope_scaling import PARAMETERS, SCALINGS
 from ..sampling import SamplingParams, option_names
-from ..system.documents import LARGEST, Fields, read_file, read_json, start_of
+from ..system.documents import LARGEST, Fields, read_file, read_json, read_optional, start_of
 from ..tokenizer import Named, Tokenizer
 from . import architectures, base
 from .architectures import MODEL_TYPES, MULTIPLIERS, folded, known, no_rope_layers, sliding_window, text_settings
@@ -168,12 +168,10 @@ def open_file(path: Path) -> dict[str, StoredTensor]:
         }
     from safetensors import SafetensorError, safe_open
 
-    start_of(path)  # refuses a pipe, which would block
+    start_of(path)  # refuses a pipe, which would block, and a file that can't be read
     try:
         file: Any = safe_open(str(path), framework="pt")
         metadata, headers = file.metadata() or {}, {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror or error}") from None
     except SafetensorError as error:
         raise DamagedError(f"{path} is not a valid safetensors file: {error!s:.160}") from None
     return {
@@ -286,8 +284,12 @@ class HuggingFaceCheckpoint(Checkpoint):
 
     names = HUGGING_FACE_NAMES
 
-    def __init__(self, folder: Path, settings: dict[str, Any], method: Method | None):
-        """settings: the content of config.json; method: how weights are quantized."""
+    def __init__(self, folder: Path):
+        from .prequantized import method_of  # imports this module
+
+        file = folder / CONFIG
+        settings = read_json(file)
+        method = method_of(settings, str(file))
         self.path, self.settings, self.method = folder, text_settings(settings), method
         self.format = "Hugging Face" if method is None else f"Hugging Face, quantized by {method.name}"
         self.layout = "half" if method is None else method.layout
@@ -380,10 +382,6 @@ class HuggingFaceCheckpoint(Checkpoint):
             self.warnings.append(f"generation_config.json: {error}; its sampling options are ignored")
             return {}
         return options
-
-
-def read_optional(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.exists() else {}
 
 
 def _read_template(path: Path) -> str:
