@@ -29,7 +29,7 @@ from ..system.documents import LARGEST, Fields, read_file, read_json, read_optio
 from ..tokenizer import Named, Tokenizer
 from . import architectures, base
 from .architectures import MODEL_TYPES, MULTIPLIERS, folded, known, no_rope_layers, sliding_window, text_settings
-from .base import EMBEDDING, EXAONE_NAMES, HUGGING_FACE_NAMES, OUTPUT, Checkpoint, model_weights
+from .base import EMBEDDING, HUGGING_FACE_NAMES, OUTPUT, Checkpoint, model_weights
 from .torchfile import read_torch
 from .weight import DTYPES, FLOATS, Weight
 
@@ -73,10 +73,9 @@ STORED = {
 def model_name(name: str) -> str | None:
     """The model's name of a tensor of a file or adapter; None for one that a LLaMA decoder does not have."""
     name = re.sub(r"^(model\.)?language_model\.", "", name)  # beside a vision model
-    if name.startswith("transformer."):
-        return base.to_model_name(name, EXAONE_NAMES)
-    # In a model that was saved without its head, names lack the prefix "model."
-    return base.to_model_name(name if name.startswith(("model.", "lm_head.")) else f"model.{name}", HUGGING_FACE_NAMES)
+    if not name.startswith(("model.", "lm_head.", "transformer.")):
+        name = f"model.{name}"  # names in a model that was saved without its head lack it
+    return base.to_model_name(name, HUGGING_FACE_NAMES)
 
 
 def recognizes(folder: Path) -> bool:
