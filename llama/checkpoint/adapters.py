@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError, DamagedError, TokenizerError, UsageError
 from ..tokenizer import Named, Tokenizer
+from ..tokenizer.common import joined_templates
 from .base import EMBEDDING, OUTPUT, Checkpoint, in_layout, model_weights
 from .huggingface import read_chat_template, read_tokenizer
 from .lora import Adapter, LowRank, read
@@ -185,7 +186,7 @@ class AdaptedCheckpoint(Checkpoint):
 
     def own_tokenizer(self) -> Tokenizer:
         if self._tokenizer is not None:
-            named = Named(template=self.chat_template or "")
+            named = Named(template=joined_templates(self.chat_template))
             with contextlib.suppress(TokenizerError):  # the base may have no tokenizer
                 own = self.base.own_tokenizer()
                 bos_ids = () if own.bos_id is None else (own.bos_id,)

@@ -27,6 +27,7 @@ from ..rope_scaling import PARAMETERS, SCALINGS
 from ..sampling import SamplingParams, option_names
 from ..system.documents import LARGEST, Fields, read_file, read_json, read_optional, start_of
 from ..tokenizer import Named, Tokenizer
+from ..tokenizer.common import joined_templates
 from . import architectures, base
 from .architectures import MODEL_TYPES, MULTIPLIERS, folded, known, no_rope_layers, sliding_window, text_settings
 from .base import EMBEDDING, HUGGING_FACE_NAMES, OUTPUT, Checkpoint, model_weights
@@ -311,7 +312,7 @@ class HuggingFaceCheckpoint(Checkpoint):
     def own_tokenizer(self) -> Tokenizer:
         path = base.find_tokenizer(self.path, ("tokenizer.json", "tokenizer.model"))
         ids = self._ids("bos_token_id"), self._ids("eos_token_id")
-        return read_tokenizer(path, Named(*ids, self.chat_template or ""))
+        return read_tokenizer(path, Named(*ids, joined_templates(self.chat_template)))
 
     # ------------------------------------------------------------------------------------------------ the tensors
     def _collect(self, tensors: Sequence[StoredTensor]) -> dict[str, Weight]:
@@ -395,7 +396,7 @@ def read_tokenizer(file: Path, named: Named | None = None) -> Tokenizer:
     from ..tokenizer import open_tokenizer
 
     settings = read_optional(file.with_name("tokenizer_config.json"))
-    return open_tokenizer(file, settings, named or Named(template=read_chat_template(file.parent) or ""))
+    return open_tokenizer(file, settings, named or Named(template=joined_templates(read_chat_template(file.parent))))
 
 
 def read_chat_template(folder: Path) -> str | Mapping[str, str] | None:
