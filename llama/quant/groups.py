@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError, UsageError
 
+GROUPS = (128, 64, 32, 16)  # columns of a group in the kernels, the largest first
 BLOCK = 256  # columns that share the factors of two levels of scales
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # the codebook of IQ4 types
 
