@@ -14,6 +14,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
 from llama.chat import encode_chat, render
+from llama.checkpoint.huggingface import read_tokenizer
 from llama.errors import TokenizerError, UsageError
 from llama.tokenizer import Decoder, Named, Tokenizer
 from llama.tokenizer.common import BYTE_OF
@@ -209,6 +210,19 @@ def test_random_flags_of_added_tokens_give_the_librarys_ids(seed: int) -> None:
             continue
         assert ours.encode(text, parse_special=True) == expected, (text, found["added_tokens"])
         assert ours.encode(text) == without, (text, found["added_tokens"])
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model"])
+def test_one_of_several_templates_makes_control_ids_as_the_only_one_does(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(turns_json() if name == "tokenizer.json" else MODEL)
+    found = []
+    for listed in (TEMPLATE, [{"name": "default", "template": "x"}, {"name": "tool_use", "template": TEMPLATE}]):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": listed}))
+        found.append(dict(read_tokenizer(tmp_path / name).control))
+    assert found[0] == found[1]
+    assert START in found[0]
+    metadata = {**turns_metadata(), "tokenizer.chat_template": "x", "tokenizer.chat_template.tool_use": TEMPLATE}
+    assert from_metadata(metadata, "x").control == from_metadata(turns_metadata(), "x").control
 
 
 @pytest.mark.parametrize("name", KINDS)

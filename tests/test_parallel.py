@@ -175,7 +175,7 @@ def test_a_model_or_a_quantization_group_that_can_not_be_divided_is_refused(tmp_
     config = dataclasses.replace(WIDE, hidden_dim=4 * 48)
     whole = open_checkpoint(write(tmp_path, config, "Q8_0"))
     assert ShardedCheckpoint(whole, 0, 2).weight("layers.0.feed_forward.w_down.weight").format is not None
-    with pytest.raises(UsageError, match="parts of 48 inputs, but its quantization groups have 32"):
+    with pytest.raises(UsageError, match="columns 48 to 96 are not complete groups of 32; use fewer processes"):
         _ = ShardedCheckpoint(whole, 1, 4).weight("layers.0.feed_forward.w_down.weight").format
     with pytest.raises(UsageError, match=r"8 heads, 8 key/value heads and 192 features .* 3 processes.* 1, 2, 4, 8$"):
         ShardedCheckpoint(whole, 0, 3)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from ..tokenizer import Decoder, Tokenizer
+from ..tokenizer.common import joined_templates
 
 PAIRS = (
     ("<think>", "</think>"),  # DeepSeek-R1, QwQ, Qwen3, SmolLM3, Granite 3.3 and 4.2
@@ -34,8 +35,7 @@ def find_thoughts(
 
     answer  the text at the end of the prompt that the model continues
     """
-    source = "\n".join(template.values()) if isinstance(template, Mapping) else template or ""
-    opening, closing = next((pair for pair in PAIRS if pair[1] in source), ("", ""))
+    opening, closing = next((pair for pair in PAIRS if pair[1] in joined_templates(template)), ("", ""))
     if not closing:
         return Thoughts()
     ids = [id for id in prompt[-64 - 4 * len(answer) :] if id < tokenizer.n_vocab]  # a character has up to 4 ids

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError, DamagedError, TokenizerError, UsageError
 from ..tokenizer import Named, Tokenizer
+from ..tokenizer.common import joined_templates
 from .base import EMBEDDING, OUTPUT, Checkpoint, in_layout, model_weights
 from .huggingface import read_chat_template, read_tokenizer
 from .lora import Adapter, LowRank, read
@@ -184,7 +185,7 @@ class AdaptedCheckpoint(Checkpoint):
 
     def own_tokenizer(self) -> Tokenizer:
         if self._tokenizer is not None:
-            named = Named(template=self.chat_template or "")
+            named = Named(template=joined_templates(self.chat_template))
             with contextlib.suppress(TokenizerError):  # the base may have no tokenizer
                 own = self.base.own_tokenizer()
                 bos_ids = () if own.bos_id is None else (own.bos_id,)
@@ -197,9 +198,6 @@ class AdaptedCheckpoint(Checkpoint):
                 " tokenizer in its folder; name the one that it was trained with (--tokenizer)"
             )
         return self.base.tokenizer()
-
-    def chat_format(self, tokenizer: Tokenizer) -> str | None:
-        return self.base.chat_format(tokenizer)
 
 
 def _is_copy(copy: Tensor, base: Checkpoint, name: str) -> bool:

@@ -42,13 +42,13 @@ NAMES: dict[str, tuple[str, ...]] = {
 }
 EMBEDDING, OUTPUT = "tok_embeddings.weight", "output.weight"
 PARTIAL = "only a part of each head rotates (partial_rotary_factor), which can't be written; keep the source's files"
-META_NAMES, HUGGING_FACE_NAMES, GGUF_NAMES, EXAONE_NAMES = (
+META_NAMES, HUGGING_FACE_NAMES, GGUF_NAMES, EXAONE = (
     {theirs[column]: ours for ours, theirs in NAMES.items() if theirs[column:]} for column in range(4)
 )
 HUGGING_FACE_NAMES = {
     "shared_mlp.input_linear": "feed_forward.w_gate_up", "shared_mlp.output_linear": "feed_forward.w_down",  # Granite 4
     "self_attn.qkv_proj": "attention.wqkv", "mlp.gate_up_proj": "feed_forward.w_gate_up",
-    **HUGGING_FACE_NAMES,  # last: `to_file_name` writes the last name
+    **EXAONE, **HUGGING_FACE_NAMES,  # last: `to_file_name` writes the last name
 }  # fmt: skip
 GGUF_NAMES |= {"attn_qkv": "attention.wqkv"}  # matrices that are stored as one: see `model_weights`
 
@@ -117,8 +117,13 @@ class Checkpoint(ABC):
         """The tokenizer in the checkpoint's files, or found near them. Raises TokenizerError."""
 
     def chat_format(self, tokenizer: Tokenizer) -> str | None:
-        """The built-in chat format, for a checkpoint format that can't store a template; None for others."""
-        return None
+        """The built-in format of the vocabulary for Meta's files, which have no template; None for others.
+
+        The files do not state whether the model was trained to chat.
+        """
+        from ..chat.formats import chat_format_of
+
+        return chat_format_of(tokenizer) if self.format == "Meta" else None
 
 
 def in_layout(weight: Weight, name: str, head_dim: int, source: Layout, target: Layout) -> Weight:
@@ -193,8 +198,8 @@ def to_file_name(name: str, names: Mapping[str, str]) -> str:
 
 def to_model_name(file_name: str, names: Mapping[str, str]) -> str | None:
     """The inverse of `to_file_name`; None for a tensor that a LLaMA decoder does not have."""
-    layers = re.escape(next(theirs for theirs, ours in names.items() if ours == "layers"))
-    match = re.fullmatch(rf"(?:{layers}\.([0-9]{{1,6}})\.)?([\w.]+)\.(weight|bias)", file_name)
+    layers = "|".join(re.escape(theirs) for theirs, ours in names.items() if ours == "layers")
+    match = re.fullmatch(rf"(?:(?:{layers})\.([0-9]{{1,6}})\.)?([\w.]+)\.(weight|bias)", file_name)
     if not match or match[2] not in names:
         return None
     return (f"layers.{match[1]}." if match[1] else "") + f"{names[match[2]]}.{match[3]}"

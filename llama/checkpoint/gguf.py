@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import math
 import mmap
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,10 @@ from torch import Tensor
 
 from ..config import ModelConfig
 from ..errors import CheckpointError, ConfigError, DamagedError
+from ..hub.repository import PART, with_all_parts
 from ..quant.groups import READERS, GroupedWeight, GroupFormat, dequantize
 from ..rope_scaling import inverse_frequencies
-from ..system.documents import Fields
+from ..system.documents import Fields, start_of
 from ..tokenizer import Tokenizer
 from . import base
 from .architectures import GGUF_LAYOUTS, GGUF_MULTIPLIERS, INTERVAL, SCALED_ROPE, every, folded, known
@@ -43,14 +43,12 @@ YARN = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow", "yarn_log_
 ROPE_FREQS = "rope_freqs.weight"
 ROPE_LONG, ROPE_SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 TABLES = (ROPE_FREQS, ROPE_LONG, ROPE_SHORT)
-SPLIT = re.compile(r"(.*)-(\d{5})-of-((?!00000)\d{5})\.gguf")  # llama.cpp's name for a file of a split model
 
 
 def recognizes(path: Path) -> bool:
     if path.is_dir():
         return any(file.suffix == ".gguf" for file in path.iterdir())
-    with open(path, "rb") as file:
-        return file.read(4) == MAGIC
+    return start_of(path).startswith(MAGIC)
 
 
 class GGUFWeight(Weight):
@@ -118,14 +116,10 @@ class GGUFFile:
 
     def __init__(self, path: Path):
         self.path = path
-        try:
-            with open(path, "rb") as file:
-                # Copy-on-write: writing to a weight can't change the file or crash the process.
-                self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        except OSError as error:
-            raise CheckpointError(f"{path}: {error.strerror or error}") from None
-        except ValueError:
-            raise DamagedError(f"{path} is empty") from None
+        start_of(path)  # raises CheckpointError if it can't be read or is empty
+        with open(path, "rb") as file:
+            # Copy-on-write: writing to a weight can't change the file or crash the process.
+            self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self.metadata, infos = read_header(self.data, str(path))
         self.tensors = {name: GGUFWeight(self.data, info, name) for name, info in infos.items()}
 
@@ -176,12 +170,10 @@ def _open_files(path: Path) -> list[GGUFFile]:
     """The files of a model: one file, or all files of a split model, whichever of them `path` names."""
     if path.is_dir():
         found = sorted(file for file in path.iterdir() if file.suffix == ".gguf")
-        if len({SPLIT.sub(r"\1", file.name) for file in found}) > 1:
+        if len({PART.sub(r"\1", file.name) for file in found}) > 1:
             raise CheckpointError(f"{path} contains several GGUF models; name one of them, such as {found[0]}")
         path = found[0]
-    if match := SPLIT.fullmatch(path.name):
-        return [GGUFFile(path.with_name(f"{match[1]}-{i + 1:05d}-of-{match[3]}.gguf")) for i in range(int(match[3]))]
-    return [GGUFFile(path)]
+    return [GGUFFile(path.with_name(name)) for name in sorted(with_all_parts([path.name]))]
 
 
 def _chat_template(metadata: Fields) -> str | Mapping[str, str] | None:

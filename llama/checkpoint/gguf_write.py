@@ -66,21 +66,14 @@ def architecture(config: ModelConfig, has_tables: bool) -> str:
     llama.cpp's architecture llama has optional biases; its other ones have no tables of RoPE divisors. Raises
     ConfigError if none of them fits.
     """
-    if config.qk_norm:
-        if has_tables or config.mlp_bias or config.attention_bias or config.no_rope_layers:
+    if config.qk_norm or config.no_rope_layers:
+        kind, layers = ("qwen3", ()) if config.qk_norm else ("smollm3", every(INTERVAL, config.n_layers))
+        if has_tables or config.mlp_bias or config.attention_bias or config.no_rope_layers != layers:
             raise ConfigError(
-                "in GGUF, only qwen3 has norms of queries and keys, and it has no RoPE divisors, layers without RoPE,"
-                " mlp_bias or attention_bias; convert the model to hf"
+                "in GGUF, only qwen3 has norms of queries and keys, and only smollm3 has layers without RoPE, every"
+                f" {INTERVAL}th; neither has RoPE divisors, mlp_bias or attention_bias; convert the model to hf"
             )
-        return "qwen3"
-    if config.no_rope_layers:
-        others = has_tables or config.mlp_bias or config.attention_bias
-        if others or config.no_rope_layers != every(INTERVAL, config.n_layers):
-            raise ConfigError(
-                f"in GGUF, only smollm3 has layers without RoPE: every {INTERVAL}th, with plain RoPE in the others and"
-                " without mlp_bias and attention_bias; convert the model to hf"
-            )
-        return "smollm3"
+        return kind
     usual = config.n_heads * config.head_dim == config.dim and not config.mlp_bias and not has_tables
     return "qwen2" if config.qkv_bias and usual else "llama"
 

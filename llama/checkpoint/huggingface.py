@@ -25,11 +25,12 @@ from ..errors import CheckpointError, ConfigError, DamagedError, UsageError
 from ..rope import Layout
 from ..rope_scaling import PARAMETERS, SCALINGS
 from ..sampling import SamplingParams, option_names
-from ..system.documents import LARGEST, Fields, read_file, read_json, start_of
+from ..system.documents import LARGEST, Fields, read_file, read_json, read_optional, start_of
 from ..tokenizer import Named, Tokenizer
+from ..tokenizer.common import joined_templates
 from . import architectures, base
 from .architectures import MODEL_TYPES, MULTIPLIERS, folded, known, no_rope_layers, sliding_window, text_settings
-from .base import EMBEDDING, EXAONE_NAMES, HUGGING_FACE_NAMES, OUTPUT, Checkpoint, model_weights
+from .base import EMBEDDING, HUGGING_FACE_NAMES, OUTPUT, Checkpoint, model_weights
 from .torchfile import read_torch
 from .weight import DTYPES, FLOATS, Weight
 
@@ -73,10 +74,9 @@ STORED = {
 def model_name(name: str) -> str | None:
     """The model's name of a tensor of a file or adapter; None for one that a LLaMA decoder does not have."""
     name = re.sub(r"^(model\.)?language_model\.", "", name)  # beside a vision model
-    if name.startswith("transformer."):
-        return base.to_model_name(name, EXAONE_NAMES)
-    # In a model that was saved without its head, names lack the prefix "model."
-    return base.to_model_name(name if name.startswith(("model.", "lm_head.")) else f"model.{name}", HUGGING_FACE_NAMES)
+    if not name.startswith(("model.", "lm_head.", "transformer.")):
+        name = f"model.{name}"  # names in a model that was saved without its head lack it
+    return base.to_model_name(name, HUGGING_FACE_NAMES)
 
 
 def recognizes(folder: Path) -> bool:
@@ -168,12 +168,10 @@ def open_file(path: Path) -> dict[str, StoredTensor]:
         }
     from safetensors import SafetensorError, safe_open
 
-    start_of(path)  # refuses a pipe, which would block
+    start_of(path)  # refuses a pipe, which would block, and a file that can't be read
     try:
         file: Any = safe_open(str(path), framework="pt")
         metadata, headers = file.metadata() or {}, {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror or error}") from None
     except SafetensorError as error:
         raise DamagedError(f"{path} is not a valid safetensors file: {error!s:.160}") from None
     return {
@@ -286,8 +284,12 @@ class HuggingFaceCheckpoint(Checkpoint):
 
     names = HUGGING_FACE_NAMES
 
-    def __init__(self, folder: Path, settings: dict[str, Any], method: Method | None):
-        """settings: the content of config.json; method: how weights are quantized."""
+    def __init__(self, folder: Path):
+        from .prequantized import method_of  # imports this module
+
+        file = folder / CONFIG
+        settings = read_json(file)
+        method = method_of(settings, str(file))
         self.path, self.settings, self.method = folder, text_settings(settings), method
         self.format = "Hugging Face" if method is None else f"Hugging Face, quantized by {method.name}"
         self.layout = "half" if method is None else method.layout
@@ -310,7 +312,7 @@ class HuggingFaceCheckpoint(Checkpoint):
     def own_tokenizer(self) -> Tokenizer:
         path = base.find_tokenizer(self.path, ("tokenizer.json", "tokenizer.model"))
         ids = self._ids("bos_token_id"), self._ids("eos_token_id")
-        return read_tokenizer(path, Named(*ids, self.chat_template or ""))
+        return read_tokenizer(path, Named(*ids, joined_templates(self.chat_template)))
 
     # ------------------------------------------------------------------------------------------------ the tensors
     def _collect(self, tensors: Sequence[StoredTensor]) -> dict[str, Weight]:
@@ -382,10 +384,6 @@ class HuggingFaceCheckpoint(Checkpoint):
         return options
 
 
-def read_optional(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.exists() else {}
-
-
 def _read_template(path: Path) -> str:
     try:
         return read_file(path, LARGEST).decode()
@@ -398,7 +396,7 @@ def read_tokenizer(file: Path, named: Named | None = None) -> Tokenizer:
     from ..tokenizer import open_tokenizer
 
     settings = read_optional(file.with_name("tokenizer_config.json"))
-    return open_tokenizer(file, settings, named or Named(template=read_chat_template(file.parent) or ""))
+    return open_tokenizer(file, settings, named or Named(template=joined_templates(read_chat_template(file.parent))))
 
 
 def read_chat_template(folder: Path) -> str | Mapping[str, str] | None:

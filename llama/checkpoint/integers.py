@@ -14,10 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..quant.groups import GroupedWeight, GroupFormat
+from ..quant.groups import GROUPS, GroupedWeight, GroupFormat
 from .huggingface import StoredTensor, StoredWeight
 
-GROUPS = (128, 64, 32, 16)  # columns that share a scale in the kernels, the largest first
 ROUNDING = 2.0**-11  # largest accepted rounding of a scale to float16, as a part of the weight's largest scale
 
 

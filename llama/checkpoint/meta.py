@@ -53,20 +53,63 @@ def recognizes(folder: Path) -> bool:
 
 
 class MetaWeight(Weight):
-    """A weight of a folder in Meta's format."""
+    """A weight of which every shard has a part, along `axis`; None: every shard has all of it.
 
-    def __init__(self, checkpoint: MetaCheckpoint, key: str):
+    copies  how often each key/value head is stored: if there are more shards than heads
+    """
+
+    def __init__(self, checkpoint: MetaCheckpoint, key: str, axis: int | None, copies: int = 1):
         """key: the model's name."""
-        stored = {**FLOATS, **QUANTIZED}[checkpoint._stored(key).dtype]
-        super().__init__(to_file_name(key, META_NAMES), checkpoint._shape(key), stored)
-        self.checkpoint, self.key = checkpoint, key
-
-    def floats(self) -> Tensor:
-        return self.checkpoint.read(self.key, self.part).contiguous()
+        name = to_file_name(key, META_NAMES)
+        self.checkpoint, self.axis, self.copies = checkpoint, axis, copies
+        self.parts = [shard[name] for shard in checkpoint.shards]
+        shape = list(self.parts[0].shape)
+        if axis is not None:
+            shape[axis] *= len(self.parts)
+        shape[0] //= copies
+        super().__init__(name, shape, {**FLOATS, **QUANTIZED}[self.parts[0].dtype])
 
     def mapped(self) -> list[Tensor]:
         keys = [self.name.removesuffix(".weight") + suffix for suffix in SUFFIXES]
         return [shard[key] for shard in self.checkpoint.shards for key in keys if key in shard]
+
+    def floats(self) -> Tensor:
+        # SpinQuant's code multiplies the input of this layer by a Hadamard matrix. The weight times it does the same.
+        spun = self.checkpoint.spun and self.name.endswith("w2.weight")
+        if self.copies == 1 and not spun:
+            return self._merged(*self.part).contiguous()
+        weight = self._merged()
+        if self.copies > 1:
+            heads = weight.unflatten(0, (-1, self.copies, self.checkpoint.config.head_dim))  # (KV, copies, D, C)
+            if not bool((heads == heads[:, :1]).all()):
+                raise DamagedError(f"{self.checkpoint.path}: the copies of the key/value heads in {self.name} differ")
+            weight = heads[:, 0].flatten(0, 1)  # (KV * D, C)
+        return (hadamard(weight) if spun else weight)[self.part].contiguous()
+
+    def _merged(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
+        """Part of a weight, with copies of heads, from the shards that have it."""
+        if self.axis is None:
+            return self._shard(0)[rows]
+        cut, other = (rows, columns) if self.axis == 0 else (columns, rows)
+        size = self.parts[0].shape[self.axis]  # of each shard
+        first, last, _ = cut.indices(size * len(self.parts))
+        pieces = []
+        for rank in range(first // size, -(-last // size)):
+            own = slice(max(first - rank * size, 0), min(last - rank * size, size))
+            pieces.append(self._shard(rank)[(own, other) if self.axis == 0 else (other, own)])
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.axis)
+
+    def _shard(self, rank: int) -> Tensor:
+        """One shard's part, in floating point."""
+        weight, checkpoint, source = self.parts[rank], self.checkpoint, self.name.removesuffix(".weight")
+        if weight.dtype in FLOATS:
+            return weight
+        if weight.dtype == torch.int8:
+            return dequantize(checkpoint.shards[rank], source, checkpoint.params, str(checkpoint.files[rank]))
+        scale = checkpoint.scales[rank].get(re.sub(r"^layers\.(\d+)\.", r"\1_", f"{source}_{rank}"))
+        if scale is None or scale.numel() not in (1, len(weight)):
+            raise DamagedError(f"{checkpoint.path}: fp8_scales_{rank}.pt has no scales for the rows of {source}")
+        return weight.float() * scale.float().reshape(-1, 1)  # one scale a row
 
 
 class MetaCheckpoint(Checkpoint):
@@ -83,16 +126,20 @@ class MetaCheckpoint(Checkpoint):
         self.files = find_shards(folder)
         self.parts = {file.name: file.stat().st_size for file in self.files}
         self.shards = [read_torch(file) for file in self.files]
-        self._scales: list[dict[str, Tensor]] = []  # the row scales of a float8 checkpoint, one file for each shard
+        self.scales: list[dict[str, Tensor]] = []  # the row scales of a float8 checkpoint, one file for each shard
         if any(tensor.dtype == torch.float8_e4m3fn for tensor in self.shards[0].values()):
-            self._scales = [read_torch(folder / f"fp8_scales_{rank}.pt") for rank in range(len(self.shards))]
-        self._spun = bool(self.params.get("quantization_args", dict, {}).get("spinquant"))
-        self._kv_copies = 1  # how often each key/value head is stored: if there are more shards than heads
-        self._axes = self._match_names()  # by the model's names: the axis along which a weight is split
+            self.scales = [read_torch(folder / f"fp8_scales_{rank}.pt") for rank in range(len(self.shards))]
+        self.spun = bool(self.params.get("quantization_args", dict, {}).get("spinquant"))
+        axes = self._match_names()  # by the model's names: the axis along which a weight is split
         self._check_shards()
-        self.config, self.notes = self._read_config()
-        tied = self.config.tie_embeddings
-        self._weights = {key: MetaWeight(self, key) for key in self._axes if not (tied and key == OUTPUT)}
+        stored = {key: MetaWeight(self, key, axis) for key, axis in axes.items()}
+        self.config, copies, self.notes = self._read_config(stored)
+        if copies > 1:
+            heads = [key for key in axes if key.endswith((".wk.weight", ".wv.weight"))]
+            stored |= {key: MetaWeight(self, key, axes[key], copies) for key in heads}
+        if self.config.tie_embeddings:
+            del stored[OUTPUT]
+        self._weights = stored
         self.warnings = base.unknown_keys(self.params, NO_EFFECT)
 
     def own_tokenizer(self) -> Tokenizer:
@@ -106,28 +153,7 @@ class MetaCheckpoint(Checkpoint):
             raise DamagedError(f"{path} has {tokenizer.n_vocab} tokens, but the embedding has {rows} rows")
         return tokenizer
 
-    def chat_format(self, tokenizer: Tokenizer) -> str | None:
-        """The built-in format of the vocabulary. The files do not state whether the model was trained to chat."""
-        from ..chat.formats import chat_format_of
-
-        return chat_format_of(tokenizer)
-
     # ----------------------------------------------------------------------------------------------------- tensors
-    def read(self, name: str, part: tuple[slice, ...] = (ALL, ALL)) -> Tensor:
-        """Rows and columns of a weight, or entries of a vector."""
-        copies = self._has_copies(name)
-        # SpinQuant's code multiplies the input of this layer by a Hadamard matrix. The weight times it does the same.
-        spun = self._spun and name.endswith("w_down.weight")
-        if not copies and not spun:
-            return self._merged(name, *part)
-        weight = self._merged(name)
-        if copies:
-            heads = weight.unflatten(0, (self.config.n_kv_heads, self._kv_copies, -1))  # (KV, copies, D, C)
-            if not bool((heads == heads[:, :1]).all()):
-                raise DamagedError(f"{self.path}: the copies of the key/value heads in {name} differ")
-            weight = heads[:, 0].flatten(0, 1)  # (KV * D, C)
-        return (hadamard(weight) if spun else weight)[part]
-
     def _match_names(self) -> dict[str, int | None]:
         where, shard = self.files[0], self.shards[0]
         axes: dict[str, int | None] = {}
@@ -149,9 +175,9 @@ class MetaCheckpoint(Checkpoint):
                 found = f"{tensor.dtype} {tuple(tensor.shape)}"
                 raise CheckpointError(f"{where}: {name} is {found}, which no LLaMA has; get the weights in bfloat16")
         if missing := [name for name in (EMBEDDING, OUTPUT, NORM, WQ, WK, GATE) if name not in axes]:
-            raise DamagedError(f"{where}: {self.file_name(missing[0])} is missing")
+            raise DamagedError(f"{where}: {to_file_name(missing[0], META_NAMES)} is missing")
         # split by columns up to Code Llama, by rows since Llama 3
-        axes[EMBEDDING] = int(self._stored(EMBEDDING).shape[1] < self.params.get("dim", int))
+        axes[EMBEDDING] = int(shard[to_file_name(EMBEDDING, META_NAMES)].shape[1] < self.params.get("dim", int))
         return axes
 
     def _check_shards(self) -> None:
@@ -167,82 +193,35 @@ class MetaCheckpoint(Checkpoint):
         if len(rows) < len(self.shards):
             raise CheckpointError(f"{self.path}: two shards have the same weights; one is a copy under another name")
 
-    def _stored(self, name: str) -> Tensor:
-        """The first shard's part of a weight, in the stored dtype."""
-        return self.shards[0][to_file_name(name, META_NAMES)]
-
-    def _shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a weight, without copies of heads."""
-        shape, axis = list(self._stored(name).shape), self._axes[name]
-        if axis is not None:
-            shape[axis] *= len(self.shards)
-        if self._has_copies(name):
-            shape[0] //= self._kv_copies
-        return tuple(shape)
-
-    def _merged(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Tensor:
-        """Part of a weight, with copies of heads, from the shards that have it."""
-        axis = self._axes[name]
-        if axis is None:
-            return self._shard(name, 0)[rows]
-        cut, other = (rows, columns) if axis == 0 else (columns, rows)
-        size = self._stored(name).shape[axis]  # of each shard
-        first, last, _ = cut.indices(size * len(self.shards))
-        pieces = []
-        for rank in range(first // size, -(-last // size)):
-            own = slice(max(first - rank * size, 0), min(last - rank * size, size))
-            pieces.append(self._shard(name, rank)[(own, other) if axis == 0 else (other, own)])
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, axis)
-
-    def _shard(self, name: str, rank: int) -> Tensor:
-        """One shard's part of a weight, in floating point."""
-        source = to_file_name(name, META_NAMES).removesuffix(".weight")
-        weight = self.shards[rank][f"{source}.weight"]
-        if weight.dtype in FLOATS:
-            return weight
-        if weight.dtype == torch.int8:
-            return dequantize(self.shards[rank], source, self.params, str(self.files[rank]))
-        scale = self._scales[rank].get(re.sub(r"^layers\.(\d+)\.", r"\1_", f"{source}_{rank}"))
-        if scale is None or scale.numel() not in (1, len(weight)):
-            raise DamagedError(f"{self.path}: fp8_scales_{rank}.pt has no scales for the rows of {source}")
-        return weight.float() * scale.float().reshape(-1, 1)  # one scale a row
-
-    def _has_copies(self, name: str) -> bool:
-        """Whether this weight stores each key/value head several times."""
-        return self._kv_copies > 1 and name.endswith((".wk.weight", ".wv.weight"))
-
     # ----------------------------------------------------------------------------------------------- configuration
-    def _read_config(self) -> tuple[ModelConfig, list[str]]:
-        """The architecture by params.json and the weights, and what neither states. Finds the copies of heads."""
+    def _read_config(self, stored: Mapping[str, MetaWeight]) -> tuple[ModelConfig, int, list[str]]:
+        """The architecture by params.json and the weights, the copies of each head, and what neither file states."""
         params = self.params
         dim, n_layers, n_heads = (
             integer(f"{PARAMS}: {key}", params.get(key, int), 1, LARGEST_SIZE, ConfigError)
             for key in ("dim", "n_layers", "n_heads")
         )
         head_dim = max(dim // n_heads, 1)
-        if (rows := self._shape(WQ)[0]) < n_heads * head_dim:
+        if (rows := stored[WQ].shape[0]) < n_heads * head_dim:
             found = f"{len(self.shards)} shards have {rows:,} of {n_heads * head_dim:,} rows of wq"
             raise ConfigError(f"{found}; download the other shards")
         expected = params.get("n_kv_heads", int, n_heads)
-        stored = self._stored(WK).shape[0] * len(self.shards) // head_dim
-        self._kv_copies = self._find_copies(stored, expected, head_dim)
+        kv_heads = stored[WK].shape[0] // head_dim
+        copies = _find_copies(stored[WK], kv_heads, expected, head_dim)
         vocab_size = params.get("vocab_size", int, -1)  # Llama 2 has -1: the number of rows counts
-        scaled, theta, tied = (
-            params.get("use_scaled_rope", bool, False),
-            params.get("rope_theta", float, 1e4),
-            self._is_tied(),
-        )
+        scaled, theta = params.get("use_scaled_rope", bool, False), params.get("rope_theta", float, 1e4)
+        tied = _is_tied(stored[EMBEDDING], stored[OUTPUT])
         factor = 32.0 if tied or (dim, n_layers) in SMALL_32 else 8.0
         # LLaMA 1 is stored in float16; its context is half that of Llama 2
-        context = CONTEXTS.get(theta, 2048 if self._stored(EMBEDDING).dtype == torch.float16 else 4096)
+        context = CONTEXTS.get(theta, 2048 if stored[EMBEDDING].stored == "F16" else 4096)
         config = ModelConfig(
             dim=dim,
             n_layers=n_layers,
             n_heads=n_heads,
-            n_kv_heads=stored // self._kv_copies if expected == stored else expected,
+            n_kv_heads=kv_heads // copies if expected == kv_heads else expected,
             head_dim=head_dim,
-            hidden_dim=self._shape(GATE)[0],
-            vocab_size=self._shape(EMBEDDING)[0] if vocab_size == -1 else vocab_size,
+            hidden_dim=stored[GATE].shape[0],
+            vocab_size=stored[EMBEDDING].shape[0] if vocab_size == -1 else vocab_size,
             norm_eps=params.get("norm_eps", float, 1e-5),
             rope_theta=theta,
             rope_scaling={**SCALED_ROPE, "factor": factor} if scaled else None,
@@ -250,31 +229,33 @@ class MetaCheckpoint(Checkpoint):
             tie_embeddings=tied,
         )
         assumed = [f"a context of {config.max_seq_len} tokens", *[f"a RoPE scaling by the factor {factor:g}"] * scaled]
-        return config, [f"{one} is assumed, since {PARAMS} does not state it" for one in assumed]
+        return config, copies, [f"{one} is assumed, since {PARAMS} does not state it" for one in assumed]
 
-    def _find_copies(self, stored: int, expected: int, head_dim: int) -> int:
-        """How often each key/value head is stored: a model of more shards than key/value heads repeats them."""
-        if len(self.shards) == 1:
-            return 1
-        if stored != expected or stored != len(self.shards):  # heads are repeated until every shard has one
-            return stored // expected if 0 < expected < stored else 1
-        heads = self._merged(WK).unflatten(0, (-1, head_dim))  # (stored, D, C)
-        copies = 1
-        while stored % (2 * copies) == 0 and torch.equal(heads[:: 2 * copies], heads[copies :: 2 * copies]):
-            copies *= 2
-        return copies
 
-    def _is_tied(self) -> bool:
-        """Whether the output matrix equals the embedding. Meta's files store both, even for Llama 3.2 1B and 3B."""
-        if self._shape(EMBEDDING) != self._shape(OUTPUT):
-            return False
-        parts = (slice(row, row + SOME_ROWS) for row in range(0, self._shape(OUTPUT)[0], SOME_ROWS))
-        pairs = ((self._merged(EMBEDDING, rows), self._merged(OUTPUT, rows)) for rows in parts)
-        # Usually the first rows differ, or both are the same storage, which need not be read.
-        tied = all(one.data_ptr() == other.data_ptr() or torch.equal(one, other) for one, other in pairs)
-        for key in (EMBEDDING, OUTPUT):
-            MetaWeight(self, key).release()
-        return tied
+def _find_copies(wk: MetaWeight, stored: int, expected: int, head_dim: int) -> int:
+    """How often each key/value head is stored: a model of more shards than key/value heads repeats them."""
+    if len(wk.parts) == 1:
+        return 1
+    if stored != expected or stored != len(wk.parts):  # heads are repeated until every shard has one
+        return stored // expected if 0 < expected < stored else 1
+    heads = wk.floats().unflatten(0, (-1, head_dim))  # (stored, D, C)
+    copies = 1
+    while stored % (2 * copies) == 0 and torch.equal(heads[:: 2 * copies], heads[copies :: 2 * copies]):
+        copies *= 2
+    return copies
+
+
+def _is_tied(embedding: MetaWeight, output: MetaWeight) -> bool:
+    """Whether the output matrix equals the embedding. Meta's files store both, even for Llama 3.2 1B and 3B."""
+    if embedding.shape != output.shape:
+        return False
+    parts = (slice(row, row + SOME_ROWS) for row in range(0, output.shape[0], SOME_ROWS))
+    pairs = ((embedding[rows].floats(), output[rows].floats()) for rows in parts)
+    # Usually the first rows differ, or both are the same storage, which need not be read.
+    tied = all(one.data_ptr() == other.data_ptr() or torch.equal(one, other) for one, other in pairs)
+    embedding.release()
+    output.release()
+    return tied
 
 
 def find_shards(folder: Path) -> list[Path]:

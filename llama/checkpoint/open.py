@@ -12,12 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import CheckpointError, ConfigError
-from ..system.documents import read_json, start_of
 from ..tokenizer import Tokenizer
 from . import gguf, huggingface, meta
 from .architectures import window_warnings
 from .base import Checkpoint
-from .prequantized import method_of
 
 MOST_PATHS = 1000  # the most files and folders that are looked at below a folder
 EXPECTED = "expected config.json, params.json or *.gguf"
@@ -54,15 +52,9 @@ def read_tokenizer(path: Path) -> Tokenizer:
     return checkpoint.tokenizer()
 
 
-def _hugging_face(folder: Path) -> Checkpoint:
-    file = folder / huggingface.CONFIG
-    settings = read_json(file)
-    return huggingface.HuggingFaceCheckpoint(folder, settings, method_of(settings, str(file)))
-
-
 # (whether a path has this format, its reader); the first that fits is used
 FORMATS: list[tuple[Callable[[Path], bool], Callable[[Path], Checkpoint]]] = [
-    (huggingface.recognizes, _hugging_face),
+    (huggingface.recognizes, huggingface.HuggingFaceCheckpoint),
     (meta.recognizes, meta.MetaCheckpoint),
     (gguf.recognizes, gguf.GGUFCheckpoint),
 ]
@@ -70,7 +62,9 @@ FORMATS: list[tuple[Callable[[Path], bool], Callable[[Path], Checkpoint]]] = [
 
 def _open(path: Path) -> Checkpoint:
     if not path.is_dir():
-        return _open_file(path)
+        if gguf.recognizes(path):  # raises CheckpointError if it is not a regular file
+            return gguf.GGUFCheckpoint(path)
+        raise CheckpointError(f"{path} is not a checkpoint: expected a GGUF file or the folder of a checkpoint")
     for file in path.iterdir():  # an incomplete snapshot of the hub's cache: without this file, answers would differ
         if file.suffix in (".json", ".jinja", ".model") and not file.exists():
             raise CheckpointError(f"{file} is a link to a missing file; complete the download")
@@ -97,10 +91,3 @@ def _open(path: Path) -> Checkpoint:
 
 def _reader(folder: Path) -> Callable[[Path], Checkpoint] | None:
     return next((read for recognizes, read in FORMATS if recognizes(folder)), None)
-
-
-def _open_file(path: Path) -> Checkpoint:
-    start_of(path)  # raises CheckpointError if it is not a regular file
-    if gguf.recognizes(path):
-        return gguf.GGUFCheckpoint(path)
-    raise CheckpointError(f"{path} is not a checkpoint: expected a GGUF file or the folder of a checkpoint")

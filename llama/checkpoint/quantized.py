@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, ConfigError
-from ..quant.groups import GroupedWeight, GroupFormat
+from ..quant.groups import GROUPS, GroupedWeight, GroupFormat
 from ..quant.tiles import TILE, tiles_shape, unpack
 from ..rope import Layout
 from ..system.documents import Fields, parse_json
@@ -33,7 +33,6 @@ from .write import Model
 
 METHOD, VERSION = "clearllama", 1
 LAYOUT: Layout = "interleaved"
-GROUPS = (16, 32, 64, 128)  # supported by the kernels
 
 
 # ------------------------------------------------------------------------------------------------------- reading

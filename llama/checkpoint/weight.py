@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from ..errors import UsageError
 from ..quant.groups import GroupedWeight, GroupFormat
 from ..quant.tiles import TILE
 from ..system.pages import drop_pages, empty_in_large_pages
@@ -77,13 +76,7 @@ class Weight:
         found = self.row_format()
         if found is None or len(self.ranges) != 2:
             return None
-        try:
-            return found.of_columns(self.ranges[1].start, self.ranges[1].stop, self.whole[1])
-        except ValueError:
-            raise UsageError(
-                f"the processes divide {self.name} into parts of {self.shape[1]} inputs, but its quantization groups"
-                f" have {found.group}; use fewer processes"
-            ) from None
+        return found.of_columns(self.ranges[1].start, self.ranges[1].stop, self.whole[1])
 
     def is_stored_as(self, format: GroupFormat) -> bool:
         """Whether `groups` has this format, or can be converted to it without a change of the weight."""

@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, UsageError
 
+GROUPS = (128, 64, 32, 16)  # columns of a group in the kernels, the largest first
 BLOCK = 256  # columns that share the factors of two levels of scales
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # the codebook of IQ4 types
 
@@ -49,7 +50,7 @@ class GroupFormat(NamedTuple):
         return GroupFormat(4 if self.bits <= 4 and not self.codebook else 8, self.group, self.offset)
 
     def of_columns(self, first: int, last: int, columns: int) -> GroupFormat:
-        """The format of a range of the columns. Raises ValueError unless it begins and ends at group boundaries.
+        """The format of a range of the columns. Raises UsageError unless it begins and ends at group boundaries.
 
         If it begins or ends within the 256 columns that share factors, it has one level of scales.
         """
@@ -58,7 +59,8 @@ class GroupFormat(NamedTuple):
             return not first % unit and (not last % unit or last == columns)
 
         if self.group and not divides(self.group):
-            raise ValueError(f"columns {first} to {last} are not complete groups of {self.group}")
+            found = f"columns {first} to {last} are not complete groups of {self.group}"
+            raise UsageError(f"{found}; use fewer processes, so that each has complete quantization groups")
         return self if not self.levels or divides(BLOCK) else self.simple
 
 

@@ -32,6 +32,11 @@ def read_json(path: Path, largest: int = LARGEST) -> dict[str, Any]:
     return parse_json(read_file(path, largest), str(path), DamagedError)
 
 
+def read_optional(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if there is no such file."""
+    return read_json(path) if path.exists() else {}
+
+
 def read_file(path: Path, largest: int) -> bytes:
     """The bytes of a file. Raises CheckpointError as `start_of`, or if it is too large."""
     start_of(path)

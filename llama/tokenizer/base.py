@@ -130,6 +130,11 @@ class Tokenizer(ABC):
     def _names(self) -> Mapping[int, str]:
         return {id: name for name, id in self.control.items()}
 
+    @functools.cached_property
+    def hidden(self) -> Set[str]:
+        """The control strings without a text."""
+        return self.control.keys() - self.visible
+
     def name(self, id: int) -> str | None:
         """The control string of an id; None if it is not a control id."""
         return self._names.get(id)
@@ -172,9 +177,7 @@ class Tokenizer(ABC):
         stops = [id for id in named.stop_ids if id in self.token_of]  # the others have no token
         marks = marks | {self.token_of[id] for id in (*ends, *stops) if id is not None}
         control = marks | {token for token, flags in added.items() if flags.get("special") or looks_control(token)}
-        template = named.template or settings.get("chat_template")
-        template = "\n".join(template.values()) if isinstance(template, Mapping) else template
-        self.visible = written_by(template, added.keys() - control) if isinstance(template, str) else set()
+        self.visible = written_by(named.template, added.keys() - control)
         self.control = {token: ids[token] for token in sorted(control | self.visible, key=ids.__getitem__)}
         self.strips = {token: (bool(flags.get("lstrip")), bool(flags.get("rstrip"))) for token, flags in added.items()}
         self.stop_ids = stop_ids(self.control, [self.eos_id, *stops])

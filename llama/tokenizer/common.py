@@ -47,17 +47,23 @@ class Named:
 
     bos_ids   bos ids of config.json and generation_config.json; the first is used if the vocabulary names none
     stop_ids  ids of these files that end an answer
-    template  the chat template, or several by name
+    template  the chat template; several follow each other
 
     These ids, and the tokens that the template writes (see `written_by`), are control ids: no text becomes one.
     """
 
     bos_ids: Sequence[int] = ()
     stop_ids: Sequence[int] = ()
-    template: str | Mapping[str, str] = ""
+    template: str = ""
 
 
 NOTHING = Named()
+
+
+def joined_templates(template: str | Mapping[str, str] | None) -> str:
+    """The source of a chat template, or of several by name; empty if there is none."""
+    return "\n".join(template.values()) if isinstance(template, Mapping) else template or ""
+
 
 # The methods by which a template searches for a string in a message
 SEARCH = r"(?:split|strip|startswith|endswith|replace|find|index|count)\(\s*"

@@ -63,21 +63,21 @@ class GGUFTokenizer(Tokenizer):
             if id is not None and not (is_integer(id) and 0 <= id < len(self.tokens)):
                 raise ValueError(f"{name}_token_id is {id!r}, outside the vocabulary of {len(self.tokens)} tokens")
         settings = {f"{name}_token": None if ids[name] is None else self.tokens[ids[name]] for name in ("bos", "eos")}
-        template = metadata.get("tokenizer.chat_template")
+        keys = [key for key in metadata if key.startswith("tokenizer.chat_template")]  # one, or several by name
+        template = "\n".join([metadata[key] for key in keys if isinstance(metadata[key], str)])
         stops = [id for name in ENDS if (id := ids[name]) is not None]
         if None not in (fim := [ids[name] for name in FIM]):
             pre, suf, mid = (self.tokens[id] for id in fim)
             self.infill = pre, PREFIX, suf, SUFFIX, mid
             self.types = [CONTROL if id in fim else type for id, type in enumerate(self.types)]
-        return settings, Named((), stops, template if isinstance(template, str) else "")
+        return settings, Named((), stops, template)
 
     def _correct(self) -> None:
         """Correct types and ids after reading: two ids may share a token, and the last ids may have no token."""
         self.n_vocab = len(self.tokens)
         self.token_of = {id: token for id, token in enumerate(self.tokens) if self.types[id] != UNUSED}
-        for token, id in self.control.items():
-            if token not in self.visible:
-                self.types[id] = CONTROL
+        for token in self.hidden:
+            self.types[self.control[token]] = CONTROL
 
     def _flag(self, name: str, default: bool) -> bool:
         return boolean(name, self.metadata.get(f"tokenizer.ggml.{name}", default))

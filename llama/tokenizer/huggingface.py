@@ -199,8 +199,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _bytes_of(self, id: int) -> bytes:
         token = self.token_of.get(id)
-        hidden = token in self.control and token not in self.visible
-        if token is None or hidden or token == self.unknown:
+        if token is None or token in self.hidden or token == self.unknown:
             return b""
         if self.byte_level:
             return token.encode() if token in self.added else byte_level_bytes(token)

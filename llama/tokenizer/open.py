@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import TokenizerError
-from ..system.documents import LARGEST_TOKENIZER, read_file, read_json
+from ..system.documents import LARGEST_TOKENIZER, read_file, read_optional
 from . import huggingface, sentencepiece, tiktoken
 from .base import Tokenizer
 from .common import NOTHING, Named
@@ -28,14 +28,11 @@ def open_tokenizer(path: Path, settings: Mapping[str, Any] | None = None, named:
     """
     data, settings = read_file(path, LARGEST_TOKENIZER), settings or {}
     if settings.get("added_tokens_decoder") is None:  # it replaces the files in which older versions list the tokens
-        settings = {**settings, **_read_beside(path, "special_tokens_map.json")}
-        listed = {str(id): {"content": token} for token, id in _read_beside(path, "added_tokens.json").items()}
+        settings = {**settings, **read_optional(path.with_name("special_tokens_map.json"))}
+        ids = read_optional(path.with_name("added_tokens.json"))
+        listed = {str(id): {"content": token} for token, id in ids.items()}
         settings |= {"added_tokens_decoder": listed} if listed else {}
     for recognizes, reader in KINDS:
         if recognizes(data[:256]):
             return reader(data, str(path), settings, named)
     raise TokenizerError(f"{path} begins with {data[:8]!r}, expected a tokenizer.json or tokenizer.model of a LLaMA")
-
-
-def _read_beside(path: Path, name: str) -> dict[str, Any]:
-    return read_json(file) if (file := path.with_name(name)).is_file() else {}

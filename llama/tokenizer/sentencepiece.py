@@ -180,11 +180,10 @@ class SentencePieceModelTokenizer(Tokenizer):
         if disguised or spaces:
             library = SentencePieceProcessor(model_proto=with_control(self.data, disguised) + spaces)
         self.library = library
-        self._tokens = self.token_of
 
     def _bytes_of(self, id: int) -> bytes:
-        token = self._tokens.get(id)
-        if token is None or (token in self.control and token not in self.visible):
+        token = self.token_of.get(id)
+        if token is None or token in self.hidden:
             return b""
         if id >= self.library.vocab_size():
             return token.encode()

@@ -117,15 +117,15 @@ def _from_sentencepiece(tokenizer: SentencePieceModelTokenizer) -> dict[str, Any
     if replaces or last_number(trainer, MODEL_TYPE, 1) != BPE:
         raise TokenizerError(f"the SentencePiece model is not BPE, or replaces characters of a text; {REMEDY}")
     pieces, added = messages[PIECE], range(len(messages[PIECE]), tokenizer.n_vocab)
-    hidden = {id for token, id in tokenizer.control.items() if token not in tokenizer.visible}
     types = [last_number(piece, TYPE, NORMAL) for piece in pieces]
     types += [USER_DEFINED if id in tokenizer.token_of else UNUSED for id in added]
+    tokens = _tokens(tokenizer)
     return {
         "model": "llama",
         "pre": "default",
-        "tokens": _tokens(tokenizer),
+        "tokens": tokens,
         "scores": [tokenizer.library.get_score(id) for id in range(len(pieces))] + [0.0] * len(added),
-        "token_type": [CONTROL if id in hidden else type for id, type in enumerate(types)],
+        "token_type": [CONTROL if t in tokenizer.hidden else type for t, type in zip(tokens, types, strict=True)],
         "add_space_prefix": tokenizer.strips_leading_space,
     }
 
@@ -133,13 +133,13 @@ def _from_sentencepiece(tokenizer: SentencePieceModelTokenizer) -> dict[str, Any
 @vocabulary.register
 def _from_json(tokenizer: HuggingFaceTokenizer) -> dict[str, Any]:
     source = json.loads(tokenizer.data)
-    model, hidden = source["model"], tokenizer.control.keys() - tokenizer.visible
+    model = source["model"]
     if model.get("type", "BPE") != "BPE":
         raise TokenizerError(f"the model of tokenizer.json is {model['type']}, expected BPE, the only one of GGUF")
     tokens = _tokens(tokenizer)
     types = [
         UNUSED if id not in tokenizer.token_of
-        else CONTROL if token in hidden
+        else CONTROL if token in tokenizer.hidden
         else UNKNOWN if token == tokenizer.unknown
         else USER_DEFINED if token in tokenizer.added
         else BYTE if not tokenizer.byte_level and byte_piece(token) is not None
