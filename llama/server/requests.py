@@ -189,12 +189,13 @@ def chat_request(fields: dict[str, Any], llm: Llama, limit: str) -> AnswerReques
     checks.integer("the number of tools", len(fields.get("tools", [])), 0, MOST_TOOLS)
     tools = [] if choice == "none" else fields.get("tools", [])
     call.tools = [{"name": tool["function"]["name"]} for tool in tools]
-    if forced := forced_call(choice, tools):
+    limits = [*map(closed, tools)]  # of the answer; the template writes the tools as they are
+    if forced := forced_call(choice, limits):
         if options.keys() & {*option_names("grammar")}:
             raise UsageError("a tool_choice that requires a call can't be combined with a constraint: give one of them")
         options["grammar"] = forced
     more, ids = _conversation(fields, tools, llm, forced is not None)
-    return _prepared(call, options | more | {"calls": tools}, [ids], llm)
+    return _prepared(call, options | more | {"calls": limits}, [ids], llm)
 
 
 def parse_text(body: Mapping[str, Any], llm: Llama, model: str) -> AnswerRequest:

@@ -312,6 +312,12 @@ def test_a_request_with_tools_limits_the_arguments_of_a_call(tiny_llm: Llama) ->
     for id in tiny_llm.tokenizer.encode('{"name": "weather", "arguments": {"'):
         job.constraint.advance(id)
     assert int(job.constraint.allowed().sum()) == 1  # the c of "city"
+    open_tools = [{"type": "function", "function": {"name": "weather", "parameters": Weather.model_json_schema()}}]
+    for tools in (TOOLS[:1], open_tools):
+        (job,) = parse_chat({"messages": MESSAGES, "tools": tools}, with_tools(tiny_llm), "tiny").jobs
+        for id in tiny_llm.tokenizer.encode('{"name": "weather", "arguments": {"city": "Rome", "degrees": 3'):
+            job.constraint.advance(id)
+        assert not job.constraint.allowed()[tiny_llm.tokenizer.encode(",")].any()  # no other keys
     for more in ({"tool_choice": "none"}, {"tools": []}):
         (job,) = parse_chat({"messages": MESSAGES, "tools": TOOLS, **more}, with_tools(tiny_llm), "tiny").jobs
         assert job.constraint is None
