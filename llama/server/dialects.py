@@ -33,7 +33,7 @@ IGNORED = (
 ZERO = "mirostat xtc_probability dry_multiplier dynatemp_range n_probs min_keep prompt_logprobs n_indent"
 ZERO += " t_max_predict_ms t_max_prompt_ms"
 FALSE = "use_beam_search include_stop_str_in_output post_sampling_probs return_tokens_as_token_ids early_stopping"
-FALSE += " return_token_ids add_special_tokens"
+FALSE += " return_token_ids echo"
 EMPTY = "bad_words lora logits_processors response_fields"
 WITHOUT_EFFECT: dict[str, Any] = {"typical_p": 1, "typ_p": 1, "tfs_z": 1, "top_n_sigma": -1, "best_of": 1}
 WITHOUT_EFFECT |= {"skip_special_tokens": True, "include_reasoning": True, "parse_tool_calls": True, "grammar": ""}
@@ -56,6 +56,7 @@ INSTEAD = {
     "n_probs": "send logprobs and top_logprobs",
     "allowed_token_ids": "send structured_outputs",
     "bad_words": "send logit_bias",
+    "add_special_tokens": "the chat template or the tokenizer adds them; leave it out",
     "stop_regex": "send stop",
     "system": "send a message with the role system",
     "chat_template": "the server chooses it at its start: --chat-format",
@@ -83,6 +84,8 @@ def standard(body: Mapping[str, Any], strict: bool = False) -> tuple[dict[str, A
     ignored = [name for name, value in body.items() if _without_effect(name, value, strict)]
     penalized = any(not _same(body.get(name, value), value) for name, value in PENALTIES.items())
     ignored += [name for name in OF_PENALTIES if name in body and not (penalized or strict)]
+    if not strict and body.get("add_special_tokens") is ("prompt" in body):  # what happens anyway
+        ignored.append("add_special_tokens")
     body = {name: value for name, value in body.items() if name not in ignored}
     return (body if strict else _translated(body)), ignored
 

@@ -44,12 +44,13 @@ from ..rope import interleaved_to_half
 from ..sampling import Chooser, check_extreme, extreme
 from ..text import Llama
 from .engine import Steps
-from .requests import LONGEST_GRID, LONGEST_LOOK, LONGEST_PAGE, SHOWN_TOP, Heads
+from .requests import LONGEST_GRID, LONGEST_LOOK, LONGEST_PAGE, Heads
 from .spelling import Spelling
 
 T = TypeVar("T")
 Put = Mapping[str, Function]  # a change of the model, as of hooks.patch
 SHOWN_HEADS, SHOWN_ROWS, SHOWN_WORDS = 8, 3, 5  # best heads, tokens in a row of a lens, words of its curves
+SHOWN_TOP = 10  # alternatives for each token
 LARGEST_FILE = 2**29  # bytes of activations
 # TransformerLens' names of our tensors. What it has at other hooks differs: q and k are those before Qwen3's norms, and
 # the results of norms those before the norm's weight.
@@ -156,9 +157,9 @@ class Looks:
     def answer(
         self,
         job: Job,
-        answer: list[int],
-        off: Heads,
-        top: int,
+        answer: Sequence[int] = (),
+        off: Heads = (),
+        top: int = SHOWN_TOP,
         own: Sequence[int] = (),
         patch: Mapping[str, Any] | None = None,
     ) -> Steps:

@@ -6,9 +6,10 @@ translated before (dialects.py).
 
 from __future__ import annotations
 
+import copy
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -31,8 +32,8 @@ DEFAULT_TOKENS = 16  # of /v1/completions, as in OpenAI's API
 MOST_ANSWERS, MOST_LOGPROBS, MOST_TOOLS = 128, 20, 128
 MOST_PROMPTS = 1024  # times n
 DEEPEST = 100  # levels of a body; the functions that traverse it are recursive
+COMBINES = {"anyOf", "oneOf", "$ref", "if", "dependentSchemas"}  # keywords of JSON Schema with other schemas
 LONGEST_LOOK, LONGEST_GRID, LONGEST_PAGE = 4096, 512, 256  # tokens; a trace keeps all weights of all tokens
-SHOWN_TOP = 10  # alternatives for each token
 
 
 def tool_name(name: Any, where: str) -> Any:
@@ -42,15 +43,42 @@ def tool_name(name: Any, where: str) -> Any:
     return name
 
 
+def closed(schema: Any) -> Any:
+    """A schema whose objects have only the keys in `properties`, if it does not say otherwise, as in other servers.
+
+    Without this, small models add keys without end. A schema that combines properties with other schemas is unchanged,
+    since the keys of one of them would be excluded by the other. So is an object that requires a key not listed.
+    """
+    nodes = [*_nodes(schema := copy.deepcopy(schema))]
+    if not any("allOf" in node or ("properties" in node and node.keys() & COMBINES) for node in nodes):
+        for node in nodes:
+            listed: Any = node.get("properties")
+            required = node.get("required", [])
+            lists = isinstance(listed, dict) and isinstance(required, list)
+            if lists and all(isinstance(name, str) and name in listed for name in required):
+                node.setdefault("additionalProperties", False)
+    return schema
+
+
+def _nodes(value: Any) -> Iterator[dict[str, Any]]:
+    """The objects in a schema that are not values."""
+    inner = value if isinstance(value, list) else []
+    if isinstance(value, dict):
+        yield value
+        inner = [one for key, one in value.items() if key not in ("const", "enum", "default", "examples")]
+    for one in inner:
+        yield from _nodes(one)
+
+
 def response_format(value: Any, where: str) -> dict[str, Any]:
     """The option that a format of the answer asks for, as a kind; none for plain text."""
     match form := {"type": "text", **checked(value, FORMAT, where)}:
         case {"type": "text"}:
             return {}
         case {"type": "json_object"}:
-            return {"schema": {"type": "object", **form.get("schema", {})}}
+            return {"schema": {"type": "object", **closed(form.get("schema", {}))}}
         case {"type": "json_schema", "json_schema": {"schema": schema}} | {"type": "json_schema", "schema": schema}:
-            return {"schema": dict(schema)}
+            return {"schema": closed(schema)}
     raise UsageError(
         f"{where} must be {{type: text}}, {{type: json_object}} or {{type: json_schema, ...}} with a schema, got"
         f" {shown(value)}"
@@ -65,7 +93,8 @@ def structured_outputs(value: Any, where: str) -> dict[str, Any]:
         case {"json_object": True, **rest} if not rest:
             return {"schema": {"type": "object"}}
         case {"json": schema, **rest} if not rest:
-            return {"schema": parse_json(schema.encode(), "json", UsageError) if isinstance(schema, str) else schema}
+            schema = parse_body(schema.encode(), "json") if isinstance(schema, str) else schema
+            return {"schema": closed(schema)}
         case {"choice": [*choices], **rest} if choices and not rest:
             return {"grammar": f"start: {' | '.join(map(json.dumps, choices))}"}
         case {"regex": _, **rest} | {"grammar": _, **rest} if not rest:
@@ -96,9 +125,7 @@ PART = {"type": Required("text"), "text": Required(str)}
 TEXT_FIELDS = {"prompt": object, "echo": bool, "suffix": str, "logprobs": TOP, "best_of": (1, 1), **SHARED}
 TOKENIZE_FIELDS = {"model": object, "content": Required(str)}
 TOKENIZE_FIELDS |= dict.fromkeys(("add_special", "parse_special", "with_pieces"), bool)
-ANSWER_FIELDS = {"prompt": object, "ids": list, "answer": list, "own": str, "off": list, "top": TOP}
-ANSWER_FIELDS |= CHAT | GENERATION
-ANSWER_FIELDS |= {"patch": {"other": Required(list), "layer": Required(int), "position": Required(int)}}
+ANSWER_FIELDS = {"prompt": object, "top": TOP, **CHAT, **GENERATION}
 # Fields that clients and other servers add to messages, parts, calls and tools
 ADDED = ("annotations", "index", "parsed", "parsed_arguments", "cache_control", "provider_specific_fields")
 ADDED_TO_MESSAGES = ("id", "status", "timestamp", "created_at", "metadata")
@@ -135,11 +162,11 @@ class UnknownModel(UsageError):
     """The request is for another model."""
 
 
-def parse_body(raw: bytes) -> dict[str, Any]:
+def parse_body(raw: bytes, where: str = "the body") -> dict[str, Any]:
     """Parse a JSON object. Raises UsageError."""
-    body = parse_json(raw, "the body", UsageError)
+    body = parse_json(raw, where, UsageError)
     if deeper(body, DEEPEST):
-        raise UsageError(f"the body must not be nested deeper than {DEEPEST} levels")
+        raise UsageError(f"{where} must not be nested deeper than {DEEPEST} levels")
     check_unicode(body)
     return body
 
@@ -162,12 +189,13 @@ def chat_request(fields: dict[str, Any], llm: Llama, limit: str) -> AnswerReques
     checks.integer("the number of tools", len(fields.get("tools", [])), 0, MOST_TOOLS)
     tools = [] if choice == "none" else fields.get("tools", [])
     call.tools = [{"name": tool["function"]["name"]} for tool in tools]
-    if forced := forced_call(choice, tools):
+    limits = [*map(closed, tools)]  # of the answer; the template writes the tools as they are
+    if forced := forced_call(choice, limits):
         if options.keys() & {*option_names("grammar")}:
             raise UsageError("a tool_choice that requires a call can't be combined with a constraint: give one of them")
         options["grammar"] = forced
     more, ids = _conversation(fields, tools, llm, forced is not None)
-    return _prepared(call, options | more | {"calls": tools}, [ids], llm)
+    return _prepared(call, options | more | {"calls": limits}, [ids], llm)
 
 
 def parse_text(body: Mapping[str, Any], llm: Llama, model: str) -> AnswerRequest:
@@ -204,7 +232,7 @@ def tokenize(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, Any]:
 def detokenize(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, Any]:
     """The text of ids, with the names of control tokens: the response of /detokenize. Raises a LlamaError."""
     ids = fields_of(body, {"model": object, "tokens": Required(list)}, model)["tokens"]
-    return {"content": _with_names(_ids("tokens", ids, llm), llm) if ids else ""}
+    return {"content": _with_names(_ids(llm, ids, "tokens"), llm) if ids else ""}
 
 
 def apply_template(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, Any]:
@@ -220,35 +248,33 @@ def _with_names(ids: Sequence[int], llm: Llama) -> str:
 # --------------------------------------------------------------------------------------------------------------- looks
 def parse_answer(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, Any]:
     """The arguments of `Looks.answer` from a body of /look/answer: messages, text, ids, or ids and text."""
-    body = fields_of(body, ANSWER_FIELDS, model)
-    options, _ = _shared(body, llm)
-    options["continues"] = False
-    match [name for name in ("messages", "prompt", "ids") if name in body]:
+    kind: Any = partial(_ids, llm)
+    more = {"ids": kind, "answer": kind, "own": partial(_joined, llm), "off": partial(_heads, llm)}
+    more["patch"] = {"other": Required(kind), "layer": Required((0, llm.model.config.n_layers - 1))}
+    more["patch"]["position"] = Required(int)
+    fields = fields_of(body, ANSWER_FIELDS | more, model)
+    options, _ = _shared(fields, llm)
+    match [name for name in ("messages", "prompt", "ids") if name in fields]:
         case ["messages"]:
-            _, ids = _conversation(body, [], llm)
+            _, ids = _conversation(fields, [], llm)
         case ["prompt"]:
-            ids = _prompts(body["prompt"], None, 1, llm)[0]
+            ids = _prompts(fields["prompt"], None, 1, llm)[0]
         case ["ids"]:
-            ids = _ids("ids", body["ids"], llm)
+            ids = fields["ids"]
         case ["prompt", "ids"]:
-            ids = [*_ids("ids", body["ids"], llm), *_joined("prompt", body, llm)]
+            ids = fields["ids"] + _joined(llm, fields["prompt"], "prompt")
         case _:
             raise UsageError("expected one of messages, prompt and ids, or prompt after ids")
-    answer, own = _ids("answer", body["answer"], llm) if "answer" in body else [], _joined("own", body, llm)
-    _check_look([*ids, *answer, *own], min(LONGEST_LOOK, llm.model.max_seq_len) - 1)
-    options["thoughts"] = Thoughts() if "prompt" in body else llm.thoughts(ids)
-    (job,) = llm.prepare(ids, options)
-    found = {"job": job, "answer": answer, "own": own, "off": _heads(llm, body.get("off", []), "off")}
-    if "patch" in body:
-        found["patch"] = _patch(body["patch"], len(ids) + len(answer), llm)
-    return found | {"top": body.get("top", SHOWN_TOP)}
-
-
-def _patch(patch: Mapping[str, Any], length: int, llm: Llama) -> dict[str, Any]:
-    if len(other := _ids("other", patch["other"], llm)) > length:
-        raise UsageError(f"the text of a patch has at most as many tokens as the other, got {len(other)} and {length}")
-    ends = {"layer": llm.model.config.n_layers - 1, "position": len(other) - 1}
-    return {"other": other, **{name: checks.integer(name, patch[name], 0, end) for name, end in ends.items()}}
+    found: dict[str, Any] = {name: fields[name] for name in ("answer", "own", "off", "top", "patch") if name in fields}
+    begun = [*ids, *found.get("answer", [])]
+    _check_look([*begun, *found.get("own", [])], min(LONGEST_LOOK, llm.model.max_seq_len) - 1)
+    if patch := found.get("patch"):
+        if (length := len(patch["other"])) > len(begun):
+            raise UsageError(f"patch.other must have at most as many tokens as the text, got {length} and {len(begun)}")
+        checks.integer("patch.position", patch["position"], 0, length - 1)
+    thoughts = Thoughts() if "prompt" in fields else llm.thoughts(ids)
+    (found["job"],) = llm.prepare(ids, options | {"continues": False, "thoughts": thoughts})
+    return found
 
 
 def parse_look(look: str, body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, Any]:
@@ -257,7 +283,7 @@ def parse_look(look: str, body: Mapping[str, Any], llm: Llama, model: str) -> di
     id: Any = (0, llm.tokenizer.n_vocab - 1)
 
     def ids(value: Any, where: str) -> list[int]:
-        return _check_look(_ids(where, value, llm), most)
+        return _check_look(_ids(llm, value, where), most)
 
     known: dict[str, Any] = {"model": object, "ids": Required(ids)}
     pair = {"token": id, "against": id, "off": partial(_heads, llm)}
@@ -344,16 +370,17 @@ def _check_size(count: int, llm: Llama, unit: str = "tokens", most: int = 1) -> 
         )
 
 
-def _ids(name: str, ids: Any, llm: Llama, kinds: str = "") -> list[int]:
+def _ids(llm: Llama, ids: Any, where: str, kinds: str = "") -> list[int]:
+    """Ids, as a kind (after `llm`)."""
     if not isinstance(ids, list) or not ids:
-        raise UsageError(f"{name} must be {kinds}a list of token ids, got {shown(ids)}")
+        raise UsageError(f"{where} must be {kinds}a list of token ids, got {shown(ids)}")
     _check_size(len(ids), llm)
-    return [checks.integer(f"a token id of {name}", id, 0, llm.model.config.vocab_size - 1) for id in ids]
+    return [checks.integer(f"a token id of {where}", id, 0, llm.model.config.vocab_size - 1) for id in ids]
 
 
-def _joined(name: str, body: Mapping[str, Any], llm: Llama) -> list[int]:
-    """The ids of a text that goes on from other ids."""
-    _check_size(len(text := checked(body.get(name, ""), str, name)), llm, "characters", LONGEST_TOKEN)
+def _joined(llm: Llama, text: Any, where: str) -> list[int]:
+    """The ids of a text that goes on from other ids, as a kind."""
+    _check_size(len(checked(text, str, where)), llm, "characters", LONGEST_TOKEN)
     return llm.tokenizer.encode_joined(text)
 
 
@@ -369,7 +396,7 @@ def _prompts(prompt: Any, suffix: str | None, n: int, llm: Llama) -> list[list[i
             _check_size(len(found), llm)
             ids.append(found)
         elif suffix is None:
-            ids.append(_ids("prompt", one, llm, "a text, a list of texts or "))
+            ids.append(_ids(llm, one, "prompt", "a text, a list of texts or "))
         else:
             raise UsageError("a prompt with suffix must be a text")
     return ids

@@ -117,7 +117,8 @@ class Output:
 
     def __init__(self, id: str):
         self.id, self.items, self.numbers = id, list[dict[str, Any]](), count()
-        self.open: dict[str, int] = {}  # type -> index of the item of this type that grows
+        # type -> the fields that name the place of the text of the item of this type that grows, and what has the text
+        self.open: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
 
     def event(self, kind: str, **fields: Any) -> dict[str, Any]:
         return {"type": f"response.{kind}", "sequence_number": next(self.numbers), **fields}
@@ -151,34 +152,28 @@ class Output:
         number, (prefix, name, fixed, more) = len(self.items), FORMS[kind]
         item = {"id": f"{prefix}_{self.id}{number}", "type": kind, "status": "in_progress", **fixed, **head}
         self.items.append(item)
-        self.open[kind] = number
+        self.open[kind] = place, part = {"item_id": item["id"], "output_index": number}, item
         yield self.event("output_item.added", output_index=number, item=item)
         if "content" in item:
-            item["content"].append({"type": name, "text": "", **more})
-            place, part = self._place(kind)
+            item["content"].append(part := {"type": name, "text": "", **more})
+            self.open[kind] = place, part = place | {"content_index": 0}, part
             yield self.event("content_part.added", **place, part=part)
-
-    def _place(self, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The fields that name the place of an item's text, and what has the text."""
-        item = self.items[number := self.open[kind]]
-        place = {"item_id": item["id"], "output_index": number}
-        return (place | {"content_index": 0}, item["content"][0]) if "content" in item else (place, item)
 
     def _write(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
         if kind not in self.open:
             yield from self._begin(kind, content=[])
-        place, part = self._place(kind)
-        part["arguments" if part["type"] == kind else "text"] += text
+        place, part = self.open[kind]
+        part["text" if "text" in part else "arguments"] += text
         logprobs = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
         yield self.event(f"{FORMS[kind][1]}.delta", **place, delta=text, **logprobs)
 
     def _end(self, kind: str, status: str) -> Iterator[dict[str, Any]]:
-        place, part = self._place(kind)
+        place, part = self.open.pop(kind)
         texts = {name: part[name] for name in ("text", "logprobs", "arguments") if name in part}
         yield self.event(f"{FORMS[kind][1]}.done", **place, **texts)
-        if part["type"] != kind:
+        if "text" in part:
             yield self.event("content_part.done", **place, part=part)
-        item = self.items[number := self.open.pop(kind)]
+        item = self.items[number := place["output_index"]]
         item["status"] = status
         yield self.event("output_item.done", output_index=number, item=item)
 

@@ -192,7 +192,11 @@ NAMES = {
 PARSERS: list[tuple[Callable[..., object], Any, dict[str, Any]]] = [
     (parse_chat, CHAT_FIELDS, {"messages": HELLO, "max_tokens": 1, "stop": ["x"]}),
     (parse_text, TEXT_FIELDS, {"prompt": "hello", "max_tokens": 1, "stop": ["x"]}),
-    (parse_answer, ANSWER_FIELDS.keys() - {"messages", "prompt"}, {"ids": [5], "max_tokens": 1}),
+    (
+        parse_answer,
+        (ANSWER_FIELDS.keys() | {"ids", "answer", "own", "off", "patch"}) - {"messages", "prompt"},
+        {"ids": [5], "max_tokens": 1},
+    ),
     (partial(parse_look, "inside"), ("ids", "token", "against", "off", "key", "head"), {"ids": [5]}),
     (partial(parse_look, "patch"), ("other", "off"), {"ids": [5], "other": [6]}),
     (parse_response, FIELDS, {"input": "hello"}),

@@ -108,6 +108,9 @@ def test_the_options_of_ollama_are_fields(tiny_llm: Llama) -> None:
 def test_other_forms_of_a_value(tiny_llm: Llama) -> None:
     ids = {"5": -1.0, "7": -1000.0}
     assert options(tiny_llm, logit_bias=[[5, -1.0], [7, False]]) == options(tiny_llm, logit_bias=ids)
+    assert options(tiny_llm, add_special_tokens=False) == options(tiny_llm)
+    assert standard({"prompt": "a", "add_special_tokens": True}) == ({"prompt": "a"}, ["add_special_tokens"])
+    assert standard({"prompt": "a", "add_special_tokens": False})[1] == []
     assert options(tiny_llm, logit_bias=[]) == options(tiny_llm) == options(tiny_llm, top_k=-1)
     for wrong in ([["hello", 1]], [[5]], [5], [[5, "x"]], [[-1, 1]]):
         with pytest.raises(UsageError, match="logit_bias"):
@@ -157,6 +160,7 @@ def test_constraints_act(fields: dict[str, Any], expected: dict[str, Any], tiny_
         {"guided_json": {}, "guided_regex": "a"},
         {"guided_json": {}, "response_format": {"type": "json_object"}},
         {"guided_choice": []},
+        {"guided_json": '{"items": ' * 400 + "{}" + "}" * 400},
         {"guided_regex": "a", "structured_outputs": "b"},
         {"format": "xml"},
         {"guided_regex": "a", "structured_outputs": {"regex": "b"}},

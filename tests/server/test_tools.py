@@ -12,13 +12,14 @@ from typing import Any
 import openai
 import pydantic
 import pytest
+from openai.lib._pydantic import to_strict_json_schema
 
 from llama.generation.answer import Completion, Piece, Stats
 from llama.generation.structured import warn_once
 from llama.sampling import Token
 from llama.server.api import Choice
 from llama.server.openai import Chat
-from llama.server.requests import AnswerRequest, parse_chat
+from llama.server.requests import AnswerRequest, closed, parse_chat, response_format, structured_outputs
 from llama.server.spelling import Spelling
 from llama.text import Llama
 from tests.server.serving import Running, running, with_tools
@@ -69,6 +70,44 @@ def test_an_answer_has_the_form_that_is_asked_for(client: openai.OpenAI) -> None
     wrong: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
     with pytest.raises(openai.BadRequestError, match="schema"):
         client.chat.completions.create(response_format=wrong, **options)
+
+
+class Trip(pydantic.BaseModel):
+    stops: list[Weather]
+    back: Weather | None
+    notes: dict[str, int]
+    kind: City = City.PARIS
+
+
+def additional(schema: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Where in a schema `additionalProperties` stands, and its value."""
+    for key, value in schema.items() if isinstance(schema, dict) else enumerate(schema):
+        if key == "additionalProperties":
+            yield path, value
+        elif isinstance(value, dict | list):
+            yield from additional(value, f"{path}/{key}")
+
+
+def test_objects_have_only_the_keys_that_a_schema_lists() -> None:
+    """As OpenAI's client writes it for the strict mode of OpenAI's API; a schema that says otherwise is unchanged."""
+    for model in (Weather, Trip):
+        assert sorted(additional(closed(model.model_json_schema()))) == sorted(additional(to_strict_json_schema(model)))
+    own = {"type": "object", "properties": {"a": {"const": {"properties": {}}}}}
+    for schema in (
+        {"allOf": [own, {"properties": {"b": {}}}]},
+        {"properties": {"kind": {}}, "oneOf": [own]},
+        {**own, "additionalProperties": True},
+        {**own, "required": ["b"]},
+        {**own, "required": [["a"]]},
+        {"type": "object"},
+        True,
+    ):
+        assert closed(schema) == schema
+    assert closed(own) == {**own, "additionalProperties": False} != own
+    for form in ({"json_schema": {"schema": own}}, {"schema": own}):
+        assert response_format({"type": "json_schema", **form}, "x") == {"schema": closed(own)}
+    assert structured_outputs({"json": json.dumps(own)}, "x") == structured_outputs({"json": own}, "x")
+    assert structured_outputs({"json": own}, "x") == {"schema": closed(own)}
 
 
 @pytest.mark.parametrize("choice", ["required", "weather", "now"])
@@ -273,6 +312,12 @@ def test_a_request_with_tools_limits_the_arguments_of_a_call(tiny_llm: Llama) ->
     for id in tiny_llm.tokenizer.encode('{"name": "weather", "arguments": {"'):
         job.constraint.advance(id)
     assert int(job.constraint.allowed().sum()) == 1  # the c of "city"
+    open_tools = [{"type": "function", "function": {"name": "weather", "parameters": Weather.model_json_schema()}}]
+    for tools in (TOOLS[:1], open_tools):
+        (job,) = parse_chat({"messages": MESSAGES, "tools": tools}, with_tools(tiny_llm), "tiny").jobs
+        for id in tiny_llm.tokenizer.encode('{"name": "weather", "arguments": {"city": "Rome", "degrees": 3'):
+            job.constraint.advance(id)
+        assert not job.constraint.allowed()[tiny_llm.tokenizer.encode(",")].any()  # no other keys
     for more in ({"tool_choice": "none"}, {"tools": []}):
         (job,) = parse_chat({"messages": MESSAGES, "tools": TOOLS, **more}, with_tools(tiny_llm), "tiny").jobs
         assert job.constraint is None
