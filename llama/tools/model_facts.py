@@ -15,9 +15,8 @@ from .families import names_of
 
 BYTES = {"float32": 4, "bfloat16": 2}
 
-
 # Part of a model -> what the names of its tensors contain, unless they belong to a part before it
-PARTS = {"embedding": "tok_embeddings", "norms": "norm", "attention": "attention.", "MLP": "feed_forward.", "output": ""}
+PARTS = {"embedding": "tok_emb", "norms": "norm", "attention": "attention.", "MLP": "feed_forward.", "output": ""}
 
 
 def architecture_facts(config: ModelConfig) -> dict[str, Any]:

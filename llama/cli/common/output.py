@@ -55,7 +55,8 @@ def write(args: argparse.Namespace, prompt: str, stream: Callable[..., Generator
     elif chat or text:
         terminal.write(before + "\n")
     terminal.info("stopped" if completion is None else _statistics(args, completion))
-    if args.model == DEFAULT and (room := free_memory()) and (line := suggestion(room.bytes / 1e9)):
+    speed, room = completion and completion.stats.decode_tps, free_memory()
+    if args.model == DEFAULT and speed and room and (line := suggestion(room.bytes / 1e9, speed)):
         terminal.info(line)
     return {"role": "assistant", "content": text, **({"reasoning_content": thought} if thought else {})}
 
