@@ -17,6 +17,8 @@ import torch
 
 from llama import cli, loader
 from llama.checkpoint import open_checkpoint
+from llama.cli.common import terminal
+from llama.errors import LlamaError
 from llama.inside.steering import ControlVector
 from llama.text import Llama
 
@@ -299,8 +301,6 @@ def test_control_characters_are_escaped_on_a_terminal(capsys: pytest.CaptureFixt
 
     Right-to-left text, its marks, combining characters and joined emoji are not changed.
     """
-    from llama.cli.common import terminal
-
     text = "a".join(CONTROLS)
     harmless = "שלום\u200f العربية e\u0301 👨‍👩‍👧 \ufeff\n\t"
     terminal.write(text + harmless)
@@ -341,11 +341,14 @@ def test_the_bare_command_greets_with_examples(capsys: pytest.CaptureFixture[str
         ("top_p must be at most 1, got '/top_p'", "--top-p must be at most 1, got '/top_p'"),
         ("x.jsonl line 2: top_p must be at most 1", "x.jsonl line 2: top_p must be at most 1"),
         ("quantize the weights (--quantize int4)", "quantize the weights (--quantize int4)"),
+        ("try dtype='float32' (--dtype float32)", "try --dtype float32"),
+        ("use llm.generate(text) (--raw); or llm.chat_format = 'llama3' (--chat-format llama3)",
+         "use --raw; or --chat-format llama3"),
         ("seed and top_p are fixed", "seed and top_p are fixed"),
     ],
 )  # fmt: skip
 def test_a_message_names_options_and_not_parameters_too(message: str, expected: str) -> None:
-    assert cli.with_options(message, cli.parse(["generate", "hi"])) == expected
+    assert cli.with_options(terminal.describe(LlamaError(message)), cli.parse(["generate", "hi"])) == expected
 
 
 def test_help_is_one_screen_and_help_all_the_rest(

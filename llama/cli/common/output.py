@@ -145,20 +145,14 @@ def load_session(args: argparse.Namespace, llm: Llama) -> Session | None:
 def describe_loaded(file: str, session: Session) -> str:
     """The size of a session that was loaded, and its last question."""
     questions = [message["content"] for message in session.messages if message["role"] == "user"]
-    last = f"; its last question is {questions[-1]!r:.80}" if questions else ""
-    return f"{file}: loaded {contents(session)}{last}"
-
-
-def contents(session: Session) -> str:
-    """The number of tokens and messages of a session."""
-    messages = f" and {len(session.messages)} messages" if session.messages else ""
-    return f"{len(session.tokens):,} tokens{messages}"
+    more = f" and {len(session.messages)} messages; its last question is {questions[-1]!r:.80}" if questions else ""
+    return f"{file}: loaded {len(session.tokens):,} tokens{more}"
 
 
 def save_session(session: Session, path: Path, model: Transformer) -> str:
     """Save a session in a file, and return the line that says so."""
     size = session.save(path, model)
-    return f"{path}: saved {contents(session)}, {size / 1e6:,.1f} MB"
+    return f"{path}: saved {len(session.tokens):,} tokens, {size / 1e6:,.1f} MB"
 
 
 @contextlib.contextmanager
