@@ -70,8 +70,9 @@ Standard output contains only the answer: text, or JSON with `--json`. Messages 
 
 ## Names from other programs
 
-These names of llama.cpp, Ollama and vLLM mean the same as the option or command here. Where an option has the name of
-its own, as `--max-tokens` of `serve` and `trace`, the name means that option. An option may have one dash: `-temp 0.7`.
+These names of llama.cpp, Ollama, vLLM, llm and hf mean the same as the option or command here. Where an option has the
+name of its own, as `--max-tokens` of `serve` and `trace`, the name means that option. An option may have one dash:
+`-temp 0.7`. `run` with a text, or with a pipe as standard input, means `generate`.
 
 {synonyms}
 """
