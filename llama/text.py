@@ -131,7 +131,7 @@ class Llama:
         jobs: list[Job] = []
         for text in prompt:
             with _named(len(jobs), len(prompt)):
-                jobs += self.prepare(self.tokenizer.encode_prompt(text, parse_special, suffix), options)
+                jobs += self.prepare(self.tokenizer.encode_prompt(_text(text), parse_special, suffix), options)
         done: dict[Job, Completion] = {}
         for one, piece in self.answers(jobs, batch_size=batch_size):
             if isinstance(piece, LlamaError):
@@ -150,7 +150,7 @@ class Llama:
 
         str(piece) is its text: `for piece in llm.stream(prompt): print(piece, end="", flush=True)`.
         """
-        return self.stream_ids(self.tokenizer.encode_prompt(prompt, parse_special, suffix), **options)
+        return self.stream_ids(self.tokenizer.encode_prompt(_text(prompt), parse_special, suffix), **options)
 
     def chat(self, messages: str | Dicts, **options: Any) -> Completion:
         """The assistant's answer to messages [{"role": "user", "content": "..."}, ...], or to one text of the user.
@@ -385,6 +385,11 @@ class Llama:
 
 def _messages(messages: str | Dicts) -> list[Message]:
     return check_messages([{"role": "user", "content": messages}] if isinstance(messages, str) else messages)
+
+
+def _text(prompt: object) -> str:
+    """A prompt. Raises UsageError for messages, which are for other methods."""
+    return checks.instance("prompt", prompt, str, "a string (chat and stream_chat take messages)")
 
 
 def _last(pieces: Iterable[Piece]) -> Completion:

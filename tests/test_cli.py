@@ -17,6 +17,8 @@ import torch
 
 from llama import cli, loader
 from llama.checkpoint import open_checkpoint
+from llama.cli.common import terminal
+from llama.errors import LlamaError
 from llama.inside.steering import ControlVector
 from llama.text import Llama
 
@@ -299,8 +301,6 @@ def test_control_characters_are_escaped_on_a_terminal(capsys: pytest.CaptureFixt
 
     Right-to-left text, its marks, combining characters and joined emoji are not changed.
     """
-    from llama.cli.common import terminal
-
     text = "a".join(CONTROLS)
     harmless = "שלום\u200f العربية e\u0301 👨‍👩‍👧 \ufeff\n\t"
     terminal.write(text + harmless)
@@ -331,37 +331,6 @@ def test_the_bare_command_greets_with_examples(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("generate hi --topp 0.9", "unrecognized arguments: --topp; did you mean --top-p?"),
-        ("generate hi --max-new-token 5", "did you mean --max-new-tokens?"),
-        ("generate What is RoPE", 'unrecognized arguments: is RoPE; put the prompt in quotes: "What is RoPE"'),
-        ("chat m Hello", "unrecognized arguments: Hello; type messages in the chat"),
-        ("generate hello README.md", "unrecognized arguments: README.md; to use a model, add -m: -m README.md"),
-        ("generate -m x hello README.md", 'README.md; put the prompt in quotes: "hello README.md"'),
-        ("-m x generate hi", "expected a command first, as in clearllama generate TEXT, got '-m'"),
-        ("genrate hi", "got 'genrate'; did you mean generate?"),
-        ("generate hi -hello", "unrecognized arguments: -hello (see"),
-        ("generate hi -fa on", "unrecognized arguments: -fa; not needed here; leave this out"),
-        ("generate hi -fa on -cnv --mlock", "unrecognized arguments: -fa, --mlock; not needed here; leave this out"),
-        ("generate hi -cnv", "unrecognized arguments: -cnv; use clearllama chat"),
-        ("generate hi -b5", "unrecognized arguments: -b5"),
-        ("serve -m x --tensor-parallel-size 2", "it is --tensor-parallel of other commands, which serve does not have"),
-        ("doctor -ngl 99", "-ngl; it is --gpu-layers of other commands, which doctor does not have"),
-        ("-hf x/y", "expected a command first, as in clearllama generate TEXT, got '-hf' (see"),
-        ("ps", "ps: no model stays loaded between commands"),
-        ("frobnicate", "got 'frobnicate' (see clearllama --help)"),
-    ],
-)
-def test_a_wrong_word_is_explained(words: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        cli.main(words.split())
-    out, err = capsys.readouterr()
-    assert (left.value.code, out, err.count("\n")) == (2, "", 1)
-    assert expected in err
-
-
-@pytest.mark.parametrize(
     ("message", "expected"),
     [
         ("gpu_layers 9 requires a GPU; leave gpu_layers out", "--gpu-layers 9 requires a GPU; leave --gpu-layers out"),
@@ -372,45 +341,14 @@ def test_a_wrong_word_is_explained(words: str, expected: str, capsys: pytest.Cap
         ("top_p must be at most 1, got '/top_p'", "--top-p must be at most 1, got '/top_p'"),
         ("x.jsonl line 2: top_p must be at most 1", "x.jsonl line 2: top_p must be at most 1"),
         ("quantize the weights (--quantize int4)", "quantize the weights (--quantize int4)"),
+        ("try dtype='float32' (--dtype float32)", "try --dtype float32"),
+        ("use llm.generate(text) (--raw); or llm.chat_format = 'llama3' (--chat-format llama3)",
+         "use --raw; or --chat-format llama3"),
         ("seed and top_p are fixed", "seed and top_p are fixed"),
     ],
 )  # fmt: skip
 def test_a_message_names_options_and_not_parameters_too(message: str, expected: str) -> None:
-    assert cli.with_options(message, cli.parse(["generate", "hi"])) == expected
-
-
-@pytest.mark.parametrize("words", ["-mtiny.gguf x", "-n5 x", "-qn 5 x", "x --stop=-ngl", "-5", "-p x", "-- -ngl"])
-def test_right_options_pass(words: str) -> None:
-    assert cli.parse(["generate", *words.split()]).command == "generate"
-
-
-FIELD = {  # a command of another program's user -> the same in the words of this one
-    "generate hi -hf org/x:Q4_0 -ngl 99": "generate hi --model org/x:Q4_0 --gpu-layers 99",
-    "generate hi --hf-repo=org/x --n-gpu-layers=99": "generate hi --model=org/x --gpu-layers=99",
-    "generate hi -c 512 -t 2 -s 3 -n 4": "generate hi --max-seq-len 512 --threads 2 --seed 3 --max-new-tokens 4",
-    "generate hi --ctx-size 512 --n-predict 4": "generate hi --max-seq-len 512 --max-new-tokens 4",
-    "generate hi -c512 --max-tokens 4": "generate hi --max-seq-len 512 --max-new-tokens 4",
-    "generate hi --repeat-penalty 1.1 --lora a --temp 0": "generate hi --repetition-penalty 1.1 --adapter a --temperature 0",
-    "generate hi -temp 0 -top-k=3 -model m": "generate hi --temperature 0 --top-k 3 --model m",
-    "serve --max-tokens 5 -ngl 1": "serve --max-tokens 5 --gpu-layers 1",
-    "run m -sys x": "chat -m m --system x",
-    "run m hi -n 5": "generate -m m hi -n 5",
-    "serve m --port 80": "serve --port 80 -m m",
-    "show m": "inspect m",
-}
-
-
-@pytest.mark.parametrize("words", FIELD)
-def test_words_of_other_programs_mean_the_same(words: str) -> None:
-    assert cli.parse(words.split()) == cli.parse(FIELD[words].split())
-
-
-@pytest.mark.parametrize("words", ["help", "help generate", "generate -h", "run --help"])
-def test_help_is_found(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        cli.parse(words.split())
-    usage = {"help": "COMMAND", "run --help": "chat"}.get(words, "generate")
-    assert (left.value.code, f"usage: clearllama {usage}" in capsys.readouterr().out) == (0, True)
+    assert cli.with_options(terminal.describe(LlamaError(message)), cli.parse(["generate", "hi"])) == expected
 
 
 def test_help_is_one_screen_and_help_all_the_rest(

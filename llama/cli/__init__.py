@@ -24,6 +24,7 @@ COMMANDS = (  # each is a module of this folder
     *("generate", "chat", "serve", "inspect", "plan", "convert", "quantize", "pull", "list", "rm", "verify"),
     *("doctor", "bench", "perplexity", "study", "tokenize", "trace", "steer", "explain", "completion"),
 )
+OPTION = re.compile(r"-[A-Za-z](?=[^A-Za-z= ])|--?[A-Za-z][^= ]*(?=\Z|=)")  # the name in -n5, --n=5 or -name
 SPIN_COUNT = 1000  # steps of a busy loop, about 5 microseconds, before an OpenMP thread sleeps
 GREETING = """clearllama runs, inspects and explains LLaMA models. Three examples:
 
@@ -49,10 +50,6 @@ def build_parser(names: Iterable[str] = COMMANDS) -> Parser:
         command = commands.add_parser(name, help=first_sentence(module.__doc__), description=module.__doc__)
         command.set_defaults(run=module.run, needs_torch=getattr(module, "NEEDS_TORCH", True))
         add(command, [*module.OPTIONS, *arguments.EVERY])
-        known = command._option_string_actions
-        for other, option in arguments.SYNONYMS.items():
-            if option in known:
-                known.setdefault(other, known[option])  # no help shows it
     return parser
 
 
@@ -67,7 +64,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         if asked or sys.stdin is None or not sys.stdin.isatty():  # as in Ollama, answer once
             first, others = "generate", [*["--model"] * named, *others]
     own = arguments.SYNONYMS.get(first)
-    words = [first := own if own in (*COMMANDS, "--version") else first, *others]
+    first = own if own in (*COMMANDS, "--version") else first
     parser = build_parser([first] if first in COMMANDS else COMMANDS)
     command = parser.commands.get(first, parser)
     if command is parser and first not in parser._option_string_actions:
@@ -75,15 +72,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
             parser.error(f"{first}: {answer}")
         near = _similar(first, [*COMMANDS, "--help", "--version"])
         parser.error(f"expected a command first, as in clearllama generate TEXT, got {first!r:.80}{near}")
-    command.hint = lambda name: _hint(name, first, command)
-    given = words[: words.index("--") if "--" in words else None]
-    answered = [word for word in given if word in arguments.ANSWER.keys() - command._option_string_actions.keys()]
-    if answered:
-        same = [word for word in answered if command.hint(word) == command.hint(answered[0])]
-        command.error(f"unrecognized arguments: {', '.join(same)}{command.hint(answered[0])}")
-    args, rest = parser.parse_known_args(words)
+    args, rest = parser.parse_known_args([first, *spelled(others, first, command)])
     if rest:
-        path = next(filter(os.path.exists, words[1:]), None)
+        path = next(filter(os.path.exists, others), None)
         if path and "--model" in command._option_string_actions and args.model == command.get_default("model"):
             hint = f"; to use a model, add -m: -m {path}"
         elif "prompt" in args:
@@ -95,13 +86,38 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _hint(option: str, command: str, parser: Parser) -> str:
+def spelled(words: Sequence[str], name: str, command: Parser) -> list[str]:
+    """The words with options as the command spells them; options that it does not have end the program.
+
+    -NAME is --NAME, --A_B is --A-B, and the names of other programs are understood. A word of letters is one name:
+    -n5 is -n 5, but -hf is no -h.
+    """
+    known, own, unknown = command._option_string_actions, [*words], {}
+    for at, word in enumerate(words[: words.index("--")] if "--" in words else words):
+        match = OPTION.match(word)
+        if not match or match[0] in known:
+            continue
+        forms = match[0].replace("_", "-"), f"-{match[0]}".replace("_", "-")
+        found = [form for option in forms for form in (option, arguments.SYNONYMS.get(option)) if form in known]
+        if found:
+            value = word[match.end() :]
+            own[at] = f"{found[0]}={value}" if value[:1] not in ("", "=") else found[0] + value
+        else:
+            unknown[match[0]] = _hint(match[0], name, known)
+    if unknown:
+        hint = next(iter(unknown.values()))
+        same = [option for option in unknown if unknown[option] == hint]
+        command.error(f"unrecognized arguments: {', '.join(same):.80}{hint}")
+    return own
+
+
+def _hint(option: str, command: str, known: Iterable[str]) -> str:
     """What to say of an unknown option of a command."""
     if answer := arguments.ANSWER.get(option):
         return f"; {answer}"
     if name := arguments.SYNONYMS.get(option):
         return f"; it is {name} of other commands, which {command} does not have"
-    return _similar(option, parser._option_string_actions)
+    return _similar(option, known)
 
 
 def _similar(name: str, known: Iterable[str]) -> str:
@@ -161,10 +177,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def with_options(message: str, args: argparse.Namespace) -> str:
-    """Write parameters as options: 'top_p (--top-p)', and a name at the start of a message, become '--top-p'."""
+    """Write the name of a parameter at the start of a message as its option: top_p becomes --top-p."""
     options = {name: arguments.option(name) for name in vars(args)}
-    for name, option in options.items():
-        message = message.replace(f"{name} ({option})", option)
     name, _, rest = message.partition(" ")
     if name in options and ("_" in name or rest.startswith("must ")):
         message = f"{options[name]} {rest}"

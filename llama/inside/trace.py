@@ -388,7 +388,7 @@ def summary(facts: Mapping[str, Any]) -> str:
         return ", ".join(f"{quoted(id)} {q:.2f}" for id, q in zip(ids[:count], p[:count], strict=True))
 
     ran = f"layers {layers[0]} to {layers[-1]}" if len(layers) > 1 else f"layer {layers[0]}"
-    lines = [f"{length} tokens through {ran} of {facts['model']}"]
+    lines = [f"{length} token{'s' * (length != 1)} through {ran} of {facts['model']}"]
     change = facts["change"]
     if change is not None:
         lines.append("changed: " + "; ".join(change["told"]))

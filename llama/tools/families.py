@@ -35,6 +35,8 @@ def architecture(
     try:
         checkpoint = open_checkpoint(hub.resolve(name, quiet, fetch=fetch), tokenizer)
     except CheckpointError as error:
+        if "/" in name:
+            raise
         raise CheckpointError(f"{error}; models without files: {', '.join(official())}") from None
     return checkpoint.config, checkpoint
 

@@ -15,9 +15,8 @@ from .families import names_of
 
 BYTES = {"float32": 4, "bfloat16": 2}
 
-
 # Part of a model -> what the names of its tensors contain, unless they belong to a part before it
-PARTS = {"embedding": "tok_embeddings", "norms": "norm", "attention": "attention.", "MLP": "feed_forward.", "output": ""}
+PARTS = {"embedding": "tok_emb", "norms": "norm", "attention": "attention.", "MLP": "feed_forward.", "output": ""}
 
 
 def architecture_facts(config: ModelConfig) -> dict[str, Any]:
@@ -37,7 +36,7 @@ def architecture_facts(config: ModelConfig) -> dict[str, Any]:
         **architecture,
         "weight_bytes": {dtype: size * config.n_params for dtype, size in BYTES.items()},
         "kv_cache_bytes": {
-            f"{dtype}, {tokens:,} token{'s' * (tokens > 1)}": cache_bytes(config, tokens, size, dtype)
+            f"{dtype}, {tokens} token{'s' * (tokens > 1)}": cache_bytes(config, tokens, size, dtype)
             for dtype, size in [*BYTES.items(), ("int8", 1)]
             for tokens in dict.fromkeys((1, config.max_seq_len))
         },

@@ -189,9 +189,6 @@ def plan(run: Run, gpu: GPU, others: Mapping[str | None, Mapping[str, float]]) -
     ]
     return {
         "parameters": config.n_params,
-        "layers": config.n_layers,
-        "heads": config.n_heads,
-        "kv_heads": config.n_kv_heads,
         "max_seq_len": config.max_seq_len,
         "kv_cache": run.kv_cache,
         "batch": run.batch,

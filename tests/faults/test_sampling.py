@@ -74,7 +74,7 @@ def test_without_begin_of_text_an_empty_prompt_is_refused(tmp_path: Path, attemp
     ("prompts", "kind", "message"),
     [
         (["a", "\ud800"], LlamaError, r"^prompt 2 of 2: .*lone surrogate"),
-        (["a", 7], LlamaError, r"^prompt 2 of 2: text must be a string, got int"),
+        (["a", 7], LlamaError, r"^prompt 2 of 2: prompt must be a string .*, got 7"),
         (["b " * 400, "a"], ContextLengthError, r"^prompt 1 of 2: the prompt has \d+ tokens, but the context of 256"),
     ],
 )
@@ -151,7 +151,7 @@ def test_a_cache_refuses_tokens_beyond_its_end(kind: str, fixed: bool) -> None:
 
 # -------------------------------------------------------------------------------------------------------- the options
 BAD_OPTIONS = {
-    "-n": "-1 1.5 x 9223372036854775808", "--temperature": "-1 -0.001 -inf nan inf 1e9", "--top-k": "-1 1.5",
+    "-n": "-3 1.5 x 9223372036854775808", "--temperature": "-1 -0.001 -inf nan inf 1e9", "--top-k": "-1 1.5",
     "--top-p": "1.5 nan inf -0.1 -1e-9", "--seed": "-1 1.5 9223372036854775808 18446744073709551616", "--stop": "",
 }  # fmt: skip
 

@@ -50,7 +50,7 @@ FIELD = {  # an option or command here -> its names in llama.cpp, vLLM, Ollama, 
 }
 SYNONYMS = {name: own for own, names in FIELD.items() for name in names.split()}
 UNNEEDED = """-fa --flash-attn --mlock --no-mmap --jinja --color -b --batch -ub --ubatch-size --stream --no-stream -e
- --no-display-prompt -v --verbose --no-warmup --log-disable --enforce-eager --gpu-memory-utilization --trust-remote-code"""
+ --no-display-prompt -v --verbose --no-warmup --enforce-eager --gpu-memory-utilization --trust-remote-code"""
 ANSWERS = {  # what to do instead -> options and commands of these programs without a counterpart
     "not needed here; leave this out": UNNEEDED,
     "use clearllama chat": "-cnv --conversation -i --interactive",
@@ -84,7 +84,7 @@ def option(name: str) -> str:
 
 def count(text: str) -> int:
     """Parse N of --max-new-tokens; -1 and -2, as in llama.cpp, are the rest of the context."""
-    return number if (number := int(text)) not in (-1, -2) else OPTIONS["max_new_tokens"].metadata["range"][1]
+    return int(text) if int(text) not in (-1, -2) else int(OPTIONS["max_new_tokens"].metadata["range"][1])
 
 
 def bias(text: str) -> tuple[int, float]:
@@ -231,7 +231,7 @@ def generation(max_new_tokens: int, fallback: str, argument: bool = False) -> li
     return [
         *model(argument=argument),
         Group("sampling", f"defaults: those of the checkpoint's generation_config.json, else {fallback}"),
-        ("-n --max-new-tokens N", count, f"{about['max_new_tokens']}; -1: what the context holds", {"default": max_new_tokens}),
+        ("-n --max-new-tokens N", count, f"{about['max_new_tokens']}; -1: to the end", {"default": max_new_tokens}),
         ("--temperature --temp X", *numbers.pop("temperature")[1:]),
         numbers.pop("top_p"),
         ("--seed N", int, about["seed"]),

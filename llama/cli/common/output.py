@@ -55,7 +55,8 @@ def write(args: argparse.Namespace, prompt: str, stream: Callable[..., Generator
     elif chat or text:
         terminal.write(before + "\n")
     terminal.info("stopped" if completion is None else _statistics(args, completion))
-    if args.model == DEFAULT and (room := free_memory()) and (line := suggestion(room.bytes / 1e9)):
+    speed, room = completion and completion.stats.decode_tps, free_memory()
+    if args.model == DEFAULT and speed and room and (line := suggestion(room.bytes / 1e9, speed)):
         terminal.info(line)
     return {"role": "assistant", "content": text, **({"reasoning_content": thought} if thought else {})}
 
@@ -144,20 +145,14 @@ def load_session(args: argparse.Namespace, llm: Llama) -> Session | None:
 def describe_loaded(file: str, session: Session) -> str:
     """The size of a session that was loaded, and its last question."""
     questions = [message["content"] for message in session.messages if message["role"] == "user"]
-    last = f"; its last question is {questions[-1]!r:.80}" if questions else ""
-    return f"{file}: loaded {contents(session)}{last}"
-
-
-def contents(session: Session) -> str:
-    """The number of tokens and messages of a session."""
-    messages = f" and {len(session.messages)} messages" if session.messages else ""
-    return f"{len(session.tokens):,} tokens{messages}"
+    more = f" and {len(session.messages)} messages; its last question is {questions[-1]!r:.80}" if questions else ""
+    return f"{file}: loaded {len(session.tokens):,} tokens{more}"
 
 
 def save_session(session: Session, path: Path, model: Transformer) -> str:
     """Save a session in a file, and return the line that says so."""
     size = session.save(path, model)
-    return f"{path}: saved {contents(session)}, {size / 1e6:,.1f} MB"
+    return f"{path}: saved {len(session.tokens):,} tokens, {size / 1e6:,.1f} MB"
 
 
 @contextlib.contextmanager

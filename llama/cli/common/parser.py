@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple, NoReturn
 
 from . import terminal
@@ -85,25 +85,9 @@ class Parser(argparse.ArgumentParser):
     """argparse with usage errors on one line, without abbreviations of options, and with a help of one screen."""
 
     commands: dict[str, Parser]  # of the main parser
-    hint: Callable[[str], str] = staticmethod(lambda name: "")  # what to say of an unknown option
 
     def __init__(self, **settings: Any):
         super().__init__(**settings, allow_abbrev=False)
-
-    def _parse_optional(self, word: str) -> Any:
-        """As in argparse, but -NAME is --NAME and --A_B is --A-B, and an unknown option ends the run.
-
-        A word of letters is one name: -n5 is -n 5, but -hf is no -h, and -mtiny.gguf no -m.
-        """
-        name, known = word.partition("=")[0], self._option_string_actions
-        for spelled in (f"-{name}", name.replace("_", "-")):
-            if word[:1] == "-" and name not in known and spelled in known:
-                return super()._parse_optional(spelled + word[len(name) :])
-        glued = name[:2] in known and not name[2:3].isalpha()
-        named = re.match("--?[A-Za-z]", word) and " " not in word
-        if self._subparsers is None and named and name not in known and not glued:
-            self.error(f"unrecognized arguments: {name:.80}{self.hint(name)}")
-        return super()._parse_optional(word)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {terminal.one_line(message)} (see {self.prog} --help)\n")

@@ -14,6 +14,8 @@ from typing import Any
 from ...errors import LlamaError
 from ...errors import one_line as one_line
 
+# The two spellings of an option in a message of the library: dtype='float32' (--dtype float32)
+SPELLINGS = re.compile(r"(?:llm\.)?(\w+)((?: = |=)\S+|\(\w*\))? \((--([\w-]+)(?: [^()]*)?)\)")
 LOG = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]  # progress(what, done, total)
 
@@ -22,7 +24,7 @@ Progress = Callable[[str, int, int], None]  # progress(what, done, total)
 def show_log(quiet: bool) -> None:
     """Show the library's log on stderr, each record as one line; with --quiet only errors."""
     log, handler = logging.getLogger("llama"), logging.Handler()
-    handler.emit = lambda record: write_stderr(one_line(record.getMessage()))  # type: ignore[method-assign]
+    handler.emit = lambda record: write_stderr(one_line(as_options(record.getMessage())))  # type: ignore[method-assign]
     log.handlers = [handler]
     log.setLevel(logging.ERROR if quiet else logging.INFO)
 
@@ -83,9 +85,14 @@ def progress(unit: str, **settings: Any) -> Iterator[Progress]:
             bar.close()
 
 
+def as_options(message: str) -> str:
+    """The message with options as the command spells them, and without Python's spelling."""
+    return SPELLINGS.sub(lambda x: x[3] if x[2] or x[1].replace("_", "-") == x[4] else x[0], message)
+
+
 def describe(error: BaseException) -> str:
     """Describe an error in one printable line."""
-    message = one_line(str(error))
+    message = as_options(one_line(str(error)))
     if isinstance(error, LlamaError):
         return message
     if isinstance(error, MemoryError) or re.search("allocate memory|out of memory", message):
