@@ -243,8 +243,12 @@ def p_value(counts: Tensor, expected: Tensor) -> float:
     [
         ("ngram", {"temperature": 1.0}),
         ("scripted", {"temperature": 1.0, "repetition_penalty": 1.8}),
-        ("scripted", {"temperature": 1.0, "presence_penalty": 0.9, "frequency_penalty": 0.7}),
         # Slow, since the cases above and the test of the acceptance rule cover filters, penalties and drafts already.
+        pytest.param(
+            "scripted",
+            {"temperature": 1.0, "presence_penalty": 0.9, "frequency_penalty": 0.7},
+            marks=pytest.mark.slow,
+        ),
         pytest.param("model", {"temperature": 0.7, "top_k": 3}, marks=pytest.mark.slow),
         pytest.param("model", {"temperature": 1.3, "top_p": 0.8}, marks=pytest.mark.slow),
         pytest.param("model", {"temperature": 1.0, "repetition_penalty": 1.8}, marks=pytest.mark.slow),
