@@ -167,7 +167,7 @@ def test_a_draft_model_stops_drafting_at_the_end_of_its_own_context() -> None:
     assert 10 <= draft.accepted <= 18
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 9])
+@pytest.mark.parametrize("count", [1, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3, 5, 9))])
 def test_the_cache_can_be_continued_after_the_generator_is_closed(count: int) -> None:
     for seed in range(4):
         model, prompt = tiny.model(CONFIG, seed), [1, 2, 3] * 4
