@@ -32,6 +32,7 @@ from . import tiny
 from .forked import Forked
 from .patience import PATIENCE
 
+gc.disable()  # until all tests are collected, since what is imported stays
 torch.set_grad_enabled(False)
 hypothesis.settings.register_profile("clearllama", deadline=None)  # times vary on shared machines
 hypothesis.settings.load_profile("clearllama")
@@ -47,6 +48,7 @@ def pytest_collection_finish() -> None:
     """Exempt what is imported and collected from garbage collection: millions of objects that stay."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:

@@ -28,7 +28,7 @@ STEPS = re.compile(r"open$|os\.(rename|remove|mkdir|rmdir|link|truncate|chmod)|f
 
 
 class Forked:
-    """The forking server. `run` works like subprocess.run for `python -m llama ARGS`.
+    """The forking server. `run` works like subprocess.run for `python -m llama ARGS`, in the package of folder `root`.
 
     `start` returns the child's process id at once; `finish` waits for the child. There is one child at a time.
 
@@ -46,8 +46,10 @@ class Forked:
                total number
     """
 
-    def __init__(self) -> None:
-        self.server = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    def __init__(self, root: Path = Path(__file__).parents[1]) -> None:
+        env = {**os.environ, "PYTHONPATH": str(root)}
+        command = [sys.executable, __file__]
+        self.server = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.child = 0  # the one that runs
 
     def run(

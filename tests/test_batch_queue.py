@@ -73,7 +73,7 @@ def arriving(seed: int, count: int) -> list[tuple[int, Request]]:
     return made
 
 
-@pytest.mark.parametrize("slots", [1, 2, 5, 8])
+@pytest.mark.parametrize("slots", [2, 5, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 8))])
 def test_requests_that_arrive_at_any_time_get_the_answers_they_get_alone(
     slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

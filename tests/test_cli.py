@@ -241,7 +241,10 @@ sys.addaudithook(interrupt)
 """
 
 
-@pytest.mark.parametrize("moment", ["import llama.cli", "import torch", "import llama.model", "open MODEL"])
+@pytest.mark.parametrize(
+    "moment",
+    ["import llama.cli", "import torch", pytest.param("import llama.model", marks=pytest.mark.slow), "open MODEL"],
+)
 def test_an_interrupt_while_loading_ends_the_command(tiny_gguf: Path, tmp_path: Path, moment: str) -> None:
     (tmp_path / "sitecustomize.py").write_text(INTERRUPT)
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parent.parent)])

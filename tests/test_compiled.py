@@ -63,7 +63,7 @@ def test_all_answers_use_the_same_graphs_and_have_the_tokens_of_the_plain_model(
     for count in (4, 2, 9):
         assert answer(fast, count) == answer(plain, count)
     assert graphs.calls == (3 + 1 + 8) * tiny.CONFIG.n_layers
-    for count in range(1, 60):
+    for count in range(1, 60, 6):
         answer(fast, count)
     assert len(graphs.recorded) <= 4 * tiny.CONFIG.n_layers  # for 8, 16, 32 and 64 slots, not for each answer
 

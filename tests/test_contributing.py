@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -25,8 +26,10 @@ from llama.checkpoint.base import Checkpoint
 from llama.study.perplexity import tiny_folder
 from llama.tokenizer import Tokenizer
 
+from .forked import Forked
 from .patience import PATIENCE
 
+Run = Callable[..., tuple[int, str, str]]
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, NAME = (ROOT / "CONTRIBUTING.md").read_text(), r"`([A-Z]\w+)`"
 RECIPES = PAGE.split("## Recipes")[1].split("\n## ")[0]
@@ -76,16 +79,17 @@ def expected() -> str:
     return text
 
 
-def start(root: Path, *args: str) -> subprocess.Popen[str]:
-    env = {**os.environ, "PYTHONPATH": str(root)}
-    return subprocess.Popen([sys.executable, *args], cwd=root, env=env, text=True, stdout=-1, stderr=-1)
+@pytest.fixture(scope="module")
+def run(copy: Path) -> Iterator[Run]:
+    """Run a command or code with the copy of the package; return exit code, stdout and stderr."""
+    forked = Forked(copy)
 
+    def run(*args: str, **code: str) -> tuple[int, str, str]:
+        done = forked.run(args, None, cwd=copy, **code)
+        return done.returncode, done.stdout.decode(), done.stderr.decode()
 
-def output(root: Path, *args: str) -> str:
-    process = start(root, *args)
-    out, errors = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0, errors
-    return out
+    yield run
+    forked.close()
 
 
 @pytest.mark.parametrize("part", [part for part in re.split(r"\n\n|\n(?=\|)", PAGE) if "`llama/" in part])
@@ -104,15 +108,15 @@ def test_a_recipe_has_at_most_ten_new_lines_and_those_of_classes_name_every_memb
         assert needed <= {*re.findall(r"`(\w+)`", recipe)}
 
 
-def test_python_and_the_command_without_a_model(copy: Path, expected: str) -> None:
+def test_python_and_the_command_without_a_model(run: Run, expected: str) -> None:
     options = f"max_new_tokens={TOKENS}, temperature=1.5, epsilon=1.0, seed=0"
     call = f"llama.load('model', dtype='float32', rope_scaling={SCALING}).generate({PROMPT!r}, {options})"
     command = f"llama.cli.main(['ids', 'model', {PROMPT!r}, '--json'])"
-    text = output(copy, "-c", f"import llama, llama.cli; {command}; print({call}.text, end='')")
-    assert text == f"{[*PROMPT.encode()]}\n{expected}"
+    code, text, errors = run(code=f"import llama, llama.cli; {command}; print({call}.text, end='')")
+    assert (code, text) == (0, f"{[*PROMPT.encode()]}\n{expected}"), errors
 
 
-def test_a_subcommand_is_like_the_others(copy: Path) -> None:
+def test_a_subcommand_is_like_the_others(run: Run) -> None:
     """Its help, --quiet and --debug, its errors in one line and their exit codes need no further line of code."""
     runs = {
         "--help": (0, "  ids         Print the token ids of a text.\n", ""),
@@ -125,23 +129,23 @@ def test_a_subcommand_is_like_the_others(copy: Path) -> None:
         "ids nowhere hi": (1, "", "clearllama: error: there is no file or folder 'nowhere'"),
         "ids nowhere hi --debug": (1, "", "Traceback (most recent call last):\n"),
     }
-    started = {words: start(copy, "-m", "llama", *words.split()) for words in runs}
-    for words, (code, text, line) in runs.items():
-        out, errors = started[words].communicate(timeout=PATIENCE)
-        assert started[words].returncode == code, (words, errors)
+    for words, (expected, text, line) in runs.items():
+        code, out, errors = run(*words.split())
+        assert code == expected, (words, errors)
         assert text in out, (words, out)
         assert line in errors, (words, errors)
         assert errors.count("\n") == (line != "") or "--debug" in words, errors
 
 
-def test_command_line(copy: Path, expected: str) -> None:
+def test_command_line(run: Run, expected: str) -> None:
     options = ("--temperature", "1.5", "--epsilon", "1", "-n", str(TOKENS), "--dtype", "float32")
     scaling = ("--rope-scaling", "alternate", "--rope-factor", "4")
-    text = output(copy, "-m", "llama", "generate", "-m", "model", PROMPT, *options, *scaling, "--json")
+    code, text, errors = run("generate", "-m", "model", PROMPT, *options, *scaling, "--json")
+    assert code == 0, errors
     assert json.loads(text)["text"] == expected
 
 
-def test_tokenizer_file(copy: Path, expected: str) -> None:
+def test_tokenizer_file(copy: Path, run: Run, expected: str) -> None:
     """A tokenizer.model of the added kind: long tokens win, every text survives, and text is never a control token."""
     single, texts = [bytes([byte]) for byte in range(256)], ["God said", "<s>", "é\n\0 😀", ""]
     for name, tokens in (("bytes", single), ("words", [*single, b"God", b"God ", "é".encode()])):
@@ -157,19 +161,23 @@ print(json.dumps([ids, [tokenizer.decode(one) for one in ids], *parsed, tokenize
 options = dict(dtype="float32", rope_scaling={SCALING!r})
 print(llama.load("bytes", **options).generate({PROMPT!r}, max_new_tokens={TOKENS}).text, end="")
 """
-    first, answer = output(copy, "-c", code).split("\n", 1)
+    exit_code, text, errors = run(code=code)
+    assert exit_code == 0, errors
+    first, answer = text.split("\n", 1)
     ids = [[257, *b"said"], [*b"<s>"], [258, *"\n\0 😀".encode()], []]
     assert json.loads(first) == [ids, texts, [259, 256, 260], [259, 260], "God"]
     assert answer == expected
-    process = start(copy, "-m", "llama", "convert", "bytes", "written", "--to", "hf")
-    assert "can't be written as GGUF or tokenizer.json" in process.communicate(timeout=PATIENCE)[1]
-    assert process.returncode == 1
+    exit_code, _, errors = run("convert", "bytes", "written", "--to", "hf")
+    assert "can't be written as GGUF or tokenizer.json" in errors
+    assert exit_code == 1
 
 
 def test_server(copy: Path, expected: str) -> None:
     """The added endpoint has the text of the usual one, at once and as a stream; its errors are objects, too."""
-    scaling = ("--rope-scaling", "alternate", "--rope-factor", "4")
-    process = start(copy, "-m", "llama", "serve", "-m", "model", "--port", "0", "--dtype", "float32", *scaling)
+    command = [sys.executable, "-m", "llama", "serve", "-m", "model", "--port", "0", "--dtype", "float32"]
+    scaling = ["--rope-scaling", "alternate", "--rope-factor", "4"]
+    env = {**os.environ, "PYTHONPATH": str(copy)}
+    process = subprocess.Popen(command + scaling, cwd=copy, env=env, text=True, stderr=subprocess.PIPE)
     url = next(match[0] for line in process.stderr or () if (match := re.search(r"http://\S+:\d+", line)))
     body = {"model": "model", "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 1.5, "epsilon": 1, "seed": 0}
 

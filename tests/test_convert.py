@@ -89,8 +89,14 @@ def test_chat_templates_with_names_survive_every_conversion(source: Path, tmp_pa
     assert [open_checkpoint(path).chat_template for path in (folder, file, back)] == [named] * 3
 
 
-@pytest.mark.parametrize("kind", [None, *MIXES])
-@pytest.mark.parametrize("family", MODEL_TYPES)
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        pytest.param(family, kind, marks=() if kind in (None, "q4_k") or family == "llama" else pytest.mark.slow)
+        for family in MODEL_TYPES
+        for kind in (None, *MIXES)
+    ],
+)
 def test_every_family_is_written_in_every_quantization(tmp_path: Path, family: str, kind: str | None) -> None:
     own = test_architectures.MULTIPLIERS if family == "granite" else {}
     model = test_architectures.write(

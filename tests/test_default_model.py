@@ -99,7 +99,10 @@ def test_every_digit_is_a_word_as_in_training(default_llm: Llama, theirs: Any) -
         tokenizer.backend_tokenizer.pre_tokenizer = gguf_reading
 
 
-@pytest.mark.parametrize("name", PROMPTS)
+QUICK = ("english", "cjk", "control string")
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in PROMPTS])
 def test_logits_equal_transformers(default_llm: Llama, theirs: Any, name: str) -> None:
     tokens = torch.tensor([default_llm.tokenizer.encode(PROMPTS[name])])
     difference = (default_llm.model(tokens) - theirs[0](tokens).logits).abs().max()
@@ -114,10 +117,7 @@ def test_logits_equal_transformers_at_far_positions(default_llm: Llama, theirs: 
     assert float((ours - expected).abs().max()) < 2e-3
 
 
-QUICK = ("english",)
-
-
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in PROMPTS])
+@pytest.mark.parametrize("name", [n if n == "english" else pytest.param(n, marks=pytest.mark.slow) for n in PROMPTS])
 def test_greedy_tokens_equal_transformers(default_llm: Llama, theirs: Any, name: str) -> None:
     """Each token is the likeliest one in transformers after the tokens before it."""
     ids = default_llm.tokenizer.encode(PROMPTS[name])

@@ -81,7 +81,7 @@ def plain_llm(default_gguf: Path) -> Llama:
 
 
 @pytest.mark.parametrize(
-    "question", [q if i < 4 else pytest.param(q, marks=pytest.mark.slow) for i, q in enumerate(QUESTIONS)]
+    "question", [q if i in (0, 3) else pytest.param(q, marks=pytest.mark.slow) for i, q in enumerate(QUESTIONS)]
 )
 def test_greedy_answers_of_the_default_model(default_script: tuple[Any, Any], plain_llm: Llama, question: str) -> None:
     model, tokenizer = default_script

@@ -167,7 +167,7 @@ def test_a_draft_model_stops_drafting_at_the_end_of_its_own_context() -> None:
     assert 10 <= draft.accepted <= 18
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 9])
+@pytest.mark.parametrize("count", [1, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3, 5, 9))])
 def test_the_cache_can_be_continued_after_the_generator_is_closed(count: int) -> None:
     for seed in range(4):
         model, prompt = tiny.model(CONFIG, seed), [1, 2, 3] * 4
@@ -243,8 +243,12 @@ def p_value(counts: Tensor, expected: Tensor) -> float:
     [
         ("ngram", {"temperature": 1.0}),
         ("scripted", {"temperature": 1.0, "repetition_penalty": 1.8}),
-        ("scripted", {"temperature": 1.0, "presence_penalty": 0.9, "frequency_penalty": 0.7}),
         # Slow, since the cases above and the test of the acceptance rule cover filters, penalties and drafts already.
+        pytest.param(
+            "scripted",
+            {"temperature": 1.0, "presence_penalty": 0.9, "frequency_penalty": 0.7},
+            marks=pytest.mark.slow,
+        ),
         pytest.param("model", {"temperature": 0.7, "top_k": 3}, marks=pytest.mark.slow),
         pytest.param("model", {"temperature": 1.3, "top_p": 0.8}, marks=pytest.mark.slow),
         pytest.param("model", {"temperature": 1.0, "repetition_penalty": 1.8}, marks=pytest.mark.slow),

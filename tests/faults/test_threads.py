@@ -220,8 +220,14 @@ def test_an_abandoned_stream_frees_its_cache_session_and_draft(monkeypatch: pyte
     assert last.completion.tokens == fresh.completion.tokens
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, RuntimeError])
-@pytest.mark.parametrize("at", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("error", "at"),
+    [
+        pytest.param(error, at, marks=() if at == 2 or error is KeyboardInterrupt else pytest.mark.slow)
+        for error in (KeyboardInterrupt, MemoryError, RuntimeError)
+        for at in (1, 2, 5)
+    ],
+)
 @pytest.mark.parametrize("draft", [None, "ngram"])
 def test_a_call_after_an_error_inside_a_pass_equals_that_of_a_fresh_model(
     error: type[BaseException], at: int, draft: str | None, tiny_llm: Llama

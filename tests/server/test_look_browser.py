@@ -1388,8 +1388,8 @@ def test_the_file_of_a_view_shows_it_without_a_server(show: Open, tiny_llm: Llam
     file.keyboard.press("Tab")
     for key in ("ArrowLeft", "ArrowRight"):  # another word has its alternatives, but its inside was not computed
         file.keyboard.press(key)
-        file.wait_for_timeout(50)
-        assert ("without a server" in file.inner_text("#waiting")) == (key == "ArrowLeft")
+        shown_there = "document.getElementById('waiting').innerText.includes('without a server')"
+        until(file, shown_there if key == "ArrowLeft" else f"!{shown_there}")
         assert file.locator("#alternatives .row").count() == len(turn["tokens"][file.evaluate("chosen.i")]["top"]) + 1
     settle(file)
     assert file.evaluate(SHOWN) == shown
