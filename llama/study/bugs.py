@@ -1,7 +1,7 @@
 """Bugs that people write in position encodings: a wrong line, what it causes, and the right line.
 
-`clearllama study bugs` lists the wrong lines; predict an effect first. Each bug is one row of BUGS. Its evidence is
-computed by the library, once as the wrong line has it and once as the right line has it.
+`clearllama study bugs` lists the wrong lines; predict an effect first. Each bug is one row of BUGS. The
+library computes the bug's evidence twice: by the wrong line and by the right line.
 Letters: B batch, T tokens, H heads, S cached keys, D head_dim.
 """
 
@@ -34,7 +34,7 @@ Row = tuple[str, Value, Value]  # a quantity, its value by the wrong line, its v
 class Bug:
     """A wrong line and its effect.
 
-    name      one or two words for the command line, which do not say what is wrong
+    name      one or two words for the command line; they do not say what is wrong
     wrong     the wrong line
     question  what to predict before the evidence is shown
     right     the right line
@@ -70,7 +70,7 @@ def show(bug: Bug) -> tuple[dict[str, Any], str]:
 
 
 def _row(what: str, measure: Callable[[Tensor], Value], wrong: Tensor, right: Tensor) -> Row:
-    """The same measure of what the wrong line and the right line compute."""
+    """A row that measures the result of the wrong line and that of the right line in the same way."""
     return what, measure(wrong), measure(right)
 
 
@@ -123,7 +123,7 @@ def _direction() -> list[Row]:
 
 
 def _pairs() -> list[Row]:
-    q, k = _normal(2, 64)  # as the rows of wq and wk in a file of Hugging Face give them
+    q, k = _normal(2, 64)  # (D,) each, in the order of wq and wk in Hugging Face's files
     rows: list[Row] = []
     for m, n in ((7, 7), (8, 7), (107, 7), (1107, 1007)):
         right = _score(half_to_interleaved(q), half_to_interleaved(k), m, n)
@@ -215,7 +215,7 @@ def _cached_mask() -> list[Row]:
 # ------------------------------------------------------------------------------------------------- longer contexts
 def _new_base() -> list[Row]:
     plain, ntk = frequencies(128), frequencies(128, scaling={"rope_type": "ntk", "factor": 4.0})
-    base = float(ntk[1]) ** (-128 / 2)  # of the frequency base^(-2/D) of pair 1
+    base = float(ntk[1]) ** (-128 / 2)  # since pair 1 has the frequency base^(-2/D)
     return [
         ("D = 128, 4 times the length: base", 500000.0, float(f"{base:.5g}")),
         ("divisor of the slowest pair", float(plain[-1] / frequencies(128, 500000.0)[-1]), float(plain[-1] / ntk[-1])),
@@ -260,7 +260,7 @@ BUGS = {
             "At which of the distances m - n = 0, 4, -4 is the score wrong, and what does it equal there?",
             "score = q @ R(n - m) @ k",
             "The rotation between q and k is R(m)^T R(n) = R(n - m). The wrong line computes the score of the mirrored"
-            " distance. At distance 0 nothing shows.",
+            " distance. At distance 0 both are equal.",
             _direction,
         ),
         Bug(
@@ -287,7 +287,7 @@ BUGS = {
             "q, k, v = (apply_rotary(x, m) for x in (q, k, v))",
             "All positions grow by 100. Does the output of attention change?",
             "q, k = (apply_rotary(x, m) for x in (q, k))  # v stays",
-            "The rotations of q and k cancel in the score up to the distance. Nothing cancels the rotation of v: the"
+            "In the score, the rotations of q and k leave only the distance. Nothing cancels the rotation of v, so the"
             " output depends on where the text starts.",
             _values,
         ),
@@ -297,8 +297,9 @@ BUGS = {
             "D = 512, theta = 1,000,000. With which entry is entry 0 rotated? How fast is the slowest pair, 63?",
             "inv_freq = theta ** (-arange(0, D, 2) / D); inv_freq[D // 8 :] = 0  # rotates x",
             "In Gemma 4's layers with full attention, pair i is (x[i], x[i + D/2]) and has the frequency"
-            " theta^(-2i/D), as in any head; only the first quarter of the pairs rotates. The wrong line makes a small"
-            " head of the first quarter of the entries. No shape shows it. (With all pairs, tiny-kjv has 2.96, too.)",
+            " theta^(-2i/D), as in any head; only the first quarter of the pairs rotates. The wrong line treats the"
+            " first quarter of the entries as a small head. No shape shows the bug. (If all pairs rotate, tiny-kjv has"
+            " the perplexity 2.96, too.)",
             _quarter,
         ),
         Bug(
@@ -342,8 +343,8 @@ BUGS = {
             "theta = 500000  # NTK-aware scaling to 4 times the length",
             "The slowest pair should be 4 times slower. How much slower is it?",
             "theta = 10000 * 4 ** (D / (D - 2))",
-            "NTK-aware scaling computes the base from the factor. A base of 500,000 fits a factor of 47; models that"
-            " have it were trained with it.",
+            "NTK-aware scaling computes the base from the factor. A base of 500,000 fits a factor of 47; models with"
+            " this base were trained with it.",
             _new_base,
         ),
         Bug(
@@ -361,8 +362,8 @@ BUGS = {
             "Three of four layers have a window of 4,096 tokens, and 8,192 were trained. What changes in those three?",
             "inv_freq, a = yarn(config) if window is None else default(config)",
             "In a layer with a window, no distance exceeds the window, so there is nothing to extend. The wrong line"
-            " multiplies its scores by a ** 2 and slows its slow pairs by 8, in short texts too. Training scaled only"
-            " the layers with full attention.",
+            " multiplies the scores of such a layer by a ** 2 and slows its slow pairs by 8, in short texts too. In"
+            " training, only the layers with full attention were scaled.",
             _windows,
         ),
     )

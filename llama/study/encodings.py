@@ -78,7 +78,7 @@ class Alibi(Encoding):
 
 
 def scores(encoding: Encoding, x: Tensor, wq: Tensor, wk: Tensor, positions: Tensor) -> Tensor:
-    """Scores q_m . k_n / sqrt(D) plus the bias, (N, N), row m; x (N, C) are embeddings, wq and wk (D, C)."""
+    """Scores q_m . k_n / sqrt(D) plus the bias: (N, N), a row for each m. Embeddings x (N, C); wq and wk (D, C)."""
     h = encoding.embed(x.double(), positions)  # (N, C)
     q = encoding.turn(h @ wq.double().T, positions)  # (N, D)
     k = encoding.turn(h @ wk.double().T, positions)  # (N, D)

@@ -40,8 +40,8 @@ LINES: list[dict[str, Any]] = [
     {"color": "#01665e", "linestyle": (0, (10, 2, 2, 2))},
     {"color": "#c51b7d", "linestyle": (0, (2, 1))},
 ]
-COLOURS = {"q": "#2166ac", "k": "#bf5600", "v": "#1b7837"}  # of queries, keys and values in every picture
-THIN: dict[str, Any] = {"color": "#8c8c8c", "linewidth": 0.8}  # of lines behind the data
+COLOURS = {"q": "#2166ac", "k": "#bf5600", "v": "#1b7837"}  # for queries, keys and values in every picture
+THIN: dict[str, Any] = {"color": "#8c8c8c", "linewidth": 0.8}  # the style of lines behind the data
 MARKERS = ["o", "s", "^", "D", "v", "x", "+", "*", "P", "<"]
 FORMATS = (".png", ".svg", ".csv")
 
@@ -115,7 +115,7 @@ def columns(names: Sequence[str], rows: Iterable[Sequence[object]]) -> Data:
 
 
 def pair_colour(pair: int, pairs: int) -> str:
-    """The purple of one of so many pairs: it is strong for fast pairs and pale for slow ones."""
+    """The purple of pair number `pair` among `pairs`: strong for fast pairs and pale for slow ones."""
     part = pair / max(pairs - 1, 1)
     return "#" + "".join(f"{round(a + part * (b - a)):02x}" for a, b in ((63, 153), (0, 112), (125, 171)))
 

@@ -26,7 +26,7 @@ def frequencies(dim: int, theta: float = 10000.0, scaling: Mapping[str, Any] | N
 
 
 def stretching(kind: str, factor: float) -> dict[str, Any]:
-    """The scaling of a kind that multiplies the context by a factor, as a model's file has it."""
+    """The scaling `kind` that multiplies the context by `factor`, in the form that a model's file has."""
     return {"rope_type": kind, "factor": factor, **(LLAMA3 if kind == "llama3" else {})}
 
 
@@ -64,7 +64,7 @@ def mean_cosine(inv_freq: Tensor, distances: Tensor) -> Tensor:
 def decay_bound(inv_freq: Tensor, distances: Tensor) -> Tensor:
     """RoFormer's bound on the score at each distance, section 3.4.3: the mean over n of |S_n|, (N,).
 
-    S_n is the sum of e^(j distance inv_freq) over the first n pairs, n = 1 .. D/2.
+    S_n is the sum of e^(j * distance * inv_freq) over the first n pairs, with j^2 = -1 and n = 1 .. D/2.
     """
     angles = distances.double()[:, None] * inv_freq.double()  # (N, D/2)
     return torch.polar(torch.ones_like(angles), angles).cumsum(-1).abs().mean(-1)

@@ -1,8 +1,8 @@
 """Recall of facts at known places of a long text, under the methods that stretch a context.
 
 Facts such as "The magic number of Lima is 29305." stand at equal distances in a text, each of them once. A model reads
-the text. At some lengths it is asked for every fact that it has read; a question is dropped again after its answer, so
-one pass answers all of them. The perplexity of the text between two lengths comes from the same pass.
+the text. At some lengths it is asked for every fact that it has read. The cache drops each question after its answer,
+so one pass over the text serves all questions. The perplexity of the text between two lengths comes from the same pass.
 
 The design is that of "needle in a haystack" (Kamradt, 2023) and of the passkeys of arXiv:2305.16300, with several keys
 in one text (as in RULER, arXiv:2404.06654). Letters: B batch, T tokens, V vocabulary.
@@ -51,8 +51,8 @@ class Recall(NamedTuple):
     read     tokens that the model had read
     at       position of the fact
     nats     mean of -log p of the number's tokens
-    right    share of these tokens that were the most probable ones, each after the true tokens before it. It is 1 for
-             exactly the numbers that the model would write: up to its first error, its own tokens are the true ones
+    right    share of these tokens that were the most probable ones, each after the true tokens before it. It is 1
+             exactly if the model, decoding greedily, would write the number: each of its tokens is then the true one
     text     mean of -log p of the text's own tokens, from the previous length at which the model was asked up to `read`
     """
 
@@ -77,7 +77,9 @@ class Found:
 class Haystack:
     """A text with facts.
 
-    ids (T,); plain (T,), False for the tokens of a fact; facts: place, number, first position, and the position after
+    ids    (T,)
+    plain  (T,), False for the tokens of a fact
+    facts  for each fact: place, number, its first position, and the position after its last
     """
 
     ids: Tensor
@@ -86,7 +88,7 @@ class Haystack:
 
 
 def haystack(tokenizer: Tokenizer, text: str, length: int, every: int) -> Haystack:
-    """A text of `length` tokens with a fact in the middle of each `every` tokens.
+    """A text of `length` tokens with a fact in the middle of each block of `every` tokens.
 
     Raises UsageError if there are more facts than places, or if the text is too short.
     """
@@ -124,14 +126,14 @@ def question(tokenizer: Tokenizer, place: str, number: str) -> tuple[list[int], 
     asked = tokenizer.encode(QUESTION.format(place))
     ids = tokenizer.encode(f"{QUESTION.format(place)} {number}")
     start = next(i for i, id in enumerate(ids) if i >= len(asked) or id != asked[i])
-    while not tokenizer.token_bytes(ids[start]).strip():  # a space of its own is no part of the number
+    while not tokenizer.token_bytes(ids[start]).strip():  # a token that is only a space is not part of the number
         start += 1
     return ids, start
 
 
 @torch.inference_mode()
 def answer(net: Transformer, cache: KVCache, ids: Sequence[int], start: int) -> tuple[float, float]:
-    """`nats` and `right` of the tokens from `start` on, after the cached text; the cache is left as it was."""
+    """`nats` and `right` (see Recall) of ids[start:], read after the cached text. The cache keeps its length."""
     read = cache.length
     h = net.hidden(torch.tensor([ids], device=cache.device), cache=cache)  # (B, T, C)
     cache.trim(read)
@@ -142,7 +144,7 @@ def answer(net: Transformer, cache: KVCache, ids: Sequence[int], start: int) -> 
 
 
 def lengths(trained: int, length: int) -> list[int]:
-    """The lengths at which the model is asked: the edges, except right before the end of the text, and the end."""
+    """The lengths at which the model is asked: the end of the text, and those edges that are not right before it."""
     return [read for read in (round(edge * trained) for edge in EDGES) if read + trained // 8 < length] + [length]
 
 
@@ -195,8 +197,8 @@ def measure(
 
 
 def _logprobs(net: Transformer, cache: KVCache, hay: Haystack, part: slice) -> Tensor:
-    """Read a part of the text into the cache: log p of the text's own tokens that follow the part's tokens."""
+    """Read a part of the text into the cache. Returns log p of the next tokens, except those of facts."""
     h = net.hidden(hay.ids[None, part].to(cache.device), cache=cache)  # (B, T, C)
     following = slice(part.start + 1, part.stop + 1)
-    wanted = hay.ids[None, following].to(h.device)  # (B, T); one less at the end
+    wanted = hay.ids[None, following].to(h.device)  # (B, T); (B, T - 1) at the end of the text
     return next_logprobs(net, h[:, : wanted.shape[1]], wanted)[0, hay.plain[following]]

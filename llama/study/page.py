@@ -1,7 +1,7 @@
 """The page about RoPE: one HTML file with controls and five pictures, which needs no network and no installation.
 
 Its parts are in page/: rope.js computes the numbers, view.js draws, page.css, page.html. It draws with the files that
-the page of a trace also uses, and has a content security policy as that page. The file also contains the library's
+the page of a trace also uses, and has a content security policy like that page. The file also contains the library's
 results at some settings. When the page opens, it compares its own numbers with them.
 """
 

@@ -31,7 +31,7 @@ METHODS = ("none", "linear:4", "ntk:4", "ntk:16", "dynamic:1", "yarn:4")
 
 @dataclass(frozen=True)
 class Measurement:
-    """Results: nats is method -> -log p of each token, by window and position, (windows, length)."""
+    """Results. nats maps each method to -log p of each token: (windows, length)."""
 
     model: str
     dtype: str
@@ -39,7 +39,7 @@ class Measurement:
     nats: dict[str, Tensor]
 
     def perplexity(self, method: str) -> dict[float, float]:
-        """End of each bucket, in trained lengths -> exp of the mean of -log p over all windows."""
+        """Map the end of each bucket, in trained lengths, to exp of the mean of -log p over all windows."""
         nats = self.nats[method]
         ends = [end for end in dict.fromkeys(round(edge * self.trained) for edge in EDGES) if 0 < end < nats.shape[1]]
         ends.append(nats.shape[1])
@@ -85,7 +85,7 @@ def folder_of(model: str) -> Path:
 
 
 def source(model: str, text: Path | None) -> tuple[Path, Path]:
-    """The model's folder or file, and the text to read; by default what the tiny model was not trained on.
+    """The model's folder or file, and the text to read; the default is the tiny model's held-out text.
 
     Raises UsageError if there is no text for a model, CheckpointError if the model is missing.
     """
@@ -130,7 +130,7 @@ def measure(
     dtype, found = dtype or ("float32" if model == TINY else None), dict[str, Tensor]()
     for method, scaling in scalings(methods).items():
         net = build(checkpoint, None, dtype, max_seq_len=length, fast=model != TINY, rope_scaling=scaling)
-        # where frequencies depend on the length they must change often, as they do in decoding
+        # short chunks: frequencies that depend on the length must change often, as they do in decoding
         chunk = max(1 if net.rope.by_length else 256, trained // 8)
         batches = tokens.split(max(1, 8192 // length))
         found[method] = torch.cat(nats(net, batches, chunk, partial(progress, method)))  # (windows, length)

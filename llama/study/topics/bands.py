@@ -28,7 +28,7 @@ PARTS = ("none", "fastest quarter", "second quarter", "third quarter", "slowest 
 
 
 def passage(model: str, text: Path | None, length: int | None) -> tuple[Checkpoint, Tensor]:
-    """A checkpoint, and tokens (T,) from the middle of a text, by default 256 that tiny-kjv wasn't trained on."""
+    """A checkpoint, and tokens (T,) from the middle of a text: by default up to 256 of tiny-kjv's held-out text."""
     checkpoint = open_checkpoint(folder_of(model))
     length = min(checkpoint.config.max_seq_len, 256) if length is None else length
     check_range("--length", length, 8, LONGEST)
@@ -43,12 +43,12 @@ def passage(model: str, text: Path | None, length: int | None) -> tuple[Checkpoi
 
 
 class Heads(NamedTuple):
-    """How heads use pairs, and what stopped pairs cost.
+    """How heads use pairs, and the loss when the pairs of a part (see PARTS) don't rotate.
 
     inv_freq  (D/2,)
-    share     of the pairs, (L * H, D/2)
+    share     the share of each pair in each head's sum of |q_i||k_i|, (L * H, D/2)
     previous  stopped part -> the weight of each head on the previous token, (L * H,)
-    losses    of each part, (6,) nats per token
+    losses    the loss for each stopped part, (6,) nats per token
     """
 
     model: str
@@ -86,14 +86,14 @@ def _heads(model: str = TINY, text: Path | None = None, length: int | None = Non
 
 
 def _kinds(previous: Tensor) -> dict[str, Tensor]:
-    """Heads by the weight on the previous token (heads,): the indices of one sixteenth, and of all others."""
+    """Split heads by their weight on the previous token (heads,): indices of the top sixteenth, and of all others."""
     order = previous.argsort(descending=True)
     count = max(1, len(order) // 16)
     return {f"{count} most on the previous token": order[:count], "all others": order[count:]}
 
 
 def _report(found: Heads) -> Report:
-    """Use of fast and slow pairs by heads that look at the previous token and by the others, and the loss without."""
+    """Use of fast and slow pairs by previous-token heads and by all others, and the loss when pairs don't rotate."""
     model, trained, inv_freq, share, previous, losses = found
     quarter = len(inv_freq) // 4
     kinds = _kinds(previous["none"])

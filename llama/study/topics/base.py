@@ -42,7 +42,7 @@ def options_of(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def answering(compute: Callable[..., Result], answer: Callable[[Result], Answer]) -> Callable[..., Answer]:
-    """A function with the options of `compute` that returns the answer of its result."""
+    """A function with the options of `compute`. It passes the result of `compute` to `answer`."""
 
     @wraps(compute)
     def answered(**options: Any) -> Answer:

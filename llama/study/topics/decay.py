@@ -52,7 +52,7 @@ def _compared(model: str = TINY, text: Path | None = None, length: int | None = 
         net(tokens[None])
     inv_freq = net.rope.frequencies(len(tokens))[0].double()  # (D/2,)
     draw = torch.Generator().manual_seed(0)
-    query, one, other = torch.randint(1, len(tokens), (3, DRAWS), generator=draw)  # not token 0, a sink in many heads
+    query, one, other = torch.randint(1, len(tokens), (3, DRAWS), generator=draw)  # not token 0, an attention sink
     octaves = int(np.log2(128 * checkpoint.config.max_seq_len)) + 1
     start = 2.0 ** torch.arange(octaves, dtype=torch.float64)[:, None]  # (n, 1)
     r = (start * (1 + torch.rand(DRAWS, generator=draw, dtype=torch.float64))).round()  # (n, DRAWS)
@@ -118,7 +118,7 @@ order_data = answering(_compared, _order)
 
 
 def order_draw(table: Data, canvas: Canvas) -> None:
-    """Each share over the distance, with the coin's and the trained context."""
+    """Each share over the distance, with lines at 0.5 and at the trained context."""
     panels = canvas.subplots(2, 1, sharex=True)
     for axes, line in zip(panels, (NEARER, KEPT), strict=True):
         draw_lines(axes, table, "distance", "share", "line", (line,), (0, 1))

@@ -30,7 +30,7 @@ def report() -> Report:
     positions, other = torch.arange(len(WORDS)), list(OTHER)
 
     def gap(first: Tensor, second: Tensor) -> str:
-        """Between two outputs (N, D); row i of the second is that of word OTHER[i]."""
+        """The largest difference between two outputs (N, D); row i of the second belongs to word OTHER[i]."""
         return f"{float((second - first[other]).abs().max()):.2g}"
 
     rows = []

@@ -26,7 +26,7 @@ def distance(n: int) -> Tensor:
 def shaw(q: Tensor, k: Tensor, table: Tensor) -> Tensor:
     """q_m . (k_n + a), where a is the row of a trained table for the distance (arXiv:1803.02155).
 
-    table (2 R + 1, D) has the distances -R .. R; distances beyond are clipped to them.
+    table (2 R + 1, D) has a row for each distance from -R to R; larger distances are clipped.
     """
     reach = len(table) // 2
     rows = table[distance(len(q)).clamp(-reach, reach) + reach]  # (N, N, D)
@@ -36,14 +36,17 @@ def shaw(q: Tensor, k: Tensor, table: Tensor) -> Tensor:
 def transformer_xl(q: Tensor, k: Tensor, wr: Tensor, u: Tensor, v: Tensor) -> Tensor:
     """(q_m + u) . k_n + (q_m + v) . W_r r, where r is the sinusoid of the distance (arXiv:1901.02860).
 
-    wr (D, C) is trained, and so are u and v (D,), which replace the query's position.
+    wr (D, C), u (D,) and v (D,) are trained; u and v replace the query's position.
     """
     r = sinusoids(distance(len(q)).flatten(), wr.shape[1]) @ wr.T  # (N * N, D)
     return (q + u) @ k.T + torch.einsum("md,mnd->mn", q + v, r.view(len(q), len(q), -1))
 
 
 def t5_bucket(distances: Tensor, buckets: int = 32, furthest: int = 128) -> Tensor:
-    """The bucket of each distance m - n >= 0 in a decoder (arXiv:1910.10683): one each at first, then in logarithms."""
+    """The bucket of each distance m - n >= 0 in a decoder (arXiv:1910.10683).
+
+    Each small distance has a bucket of its own; larger distances share buckets on a logarithmic scale.
+    """
     exact = buckets // 2
     far = exact + (torch.log(distances.clamp(min=1) / exact) / math.log(furthest / exact) * (buckets - exact)).long()
     return torch.where(distances < exact, distances, far.clamp(max=buckets - 1)).clamp(min=0)

@@ -20,8 +20,8 @@ def _stored(rows: Tensor) -> Tensor:
     return torch.complex(rows.real.bfloat16().float(), rows.imag.bfloat16().float())
 
 
-# Each computes freqs_cis for positions (N,) int64 and inv_freq (D/2,) float32: (N, D/2) complex. The first is the
-# library; bfloat16 frequencies are what `.to(torch.bfloat16)` does to a buffer.
+# Each function computes freqs_cis (N, D/2) complex from positions (N,) int64 and inv_freq (D/2,) float32. The first one
+# is the library's. `.to(torch.bfloat16)` rounds frequencies in a buffer to bfloat16.
 WAYS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "float32": freqs_cis_at,
     "bfloat16 cos, sin": lambda positions, inv_freq: _stored(freqs_cis_at(positions, inv_freq)),

@@ -74,7 +74,7 @@ class Stretch:
     def unseen(self, inv_freq: Tensor) -> int:
         """Number of pairs that meet new angles at the target length under the frequencies inv_freq (D/2,).
 
-        A pair that finished a turn has met every angle. A millionth is allowed for rounding.
+        A pair that finished a turn has met every angle. A relative excess of 1e-6 counts as rounding.
         """
         met = self.target * inv_freq  # (D/2,) radians
         return int((self.slow() & (met > self.context * self.frequencies() * (1 + 1e-6))).sum())
@@ -102,9 +102,9 @@ def _scaled(
     factor: float | None = None,
     model: str | None = None,
 ) -> Scaled:
-    """Every method for the settings, given or a checkpoint's.
+    """Every method for the given settings, or for those of a checkpoint.
 
-    The checkpoint's own scaling, if it has one, is the last method: at its full context, as the library uses it.
+    If the checkpoint has a scaling, it is the last method; its frequencies are those at the full context.
     """
     settings: dict[str, Any] = {"head_dim": head_dim, "theta": theta, "context": context, "factor": factor}
     given, config = {name: value for name, value in settings.items() if value is not None}, None
@@ -196,7 +196,7 @@ def seen_arc_data(head_dim: int = 128, theta: float = 10000.0, context: int = 20
     stretch = Stretch(head_dim, theta, context, factor)
     pairs = stretch.some_pairs()
     seen = seen_arc(stretch.frequencies(), context)[pairs].numpy()  # training was without scaling
-    # PI's last position is L - 1/s, past the last trained one by a fraction of a step: it is not counted
+    # PI's last position, L - 1/s, exceeds the last trained one, L - 1, by a part of a step, which is not counted
     met = [seen_arc(stretch.frequencies(kind), stretch.target + 1 - math.ceil(factor))[pairs].numpy() for kind in ARCS]
     return {
         "method": np.repeat(list(ARCS.values()), len(pairs)),

@@ -10,8 +10,8 @@ from ..measures import frequencies, rotated, turn
 from ..report import Report, Table
 from .base import Topic
 
-SHARES = (1.0, 0.5, 0.25)  # rotated part of a head: LLaMA; Phi-2 is near 0.4; GPT-NeoX and GPT-J (64 of 256)
-SIDE = 17  # patches of a side of the image
+SHARES = (1.0, 0.5, 0.25)  # rotated part of a head: 1 in LLaMA, 0.4 in Phi-2, 0.25 in GPT-NeoX and GPT-J
+SIDE = 17  # patches along each side of the image
 
 
 def partly_turned(x: Tensor, positions: Tensor, part: int) -> Tensor:
@@ -35,7 +35,7 @@ def axial(dim: int, theta: float = 100.0) -> Tensor:
 
 
 def mixed(dim: int, theta: float = 100.0) -> Tensor:
-    """The same frequencies along directions that are spread evenly over the half circle: (2, D/2)."""
+    """The frequencies of `axial`, along directions that are spread evenly over the half circle: (2, D/2)."""
     size = frequencies(dim // 2, theta).repeat(2)  # (D/2,)
     golden = torch.arange(dim // 2, dtype=torch.float64) * (5**0.5 - 1) / 2 % 1
     return torch.stack((size * torch.cos(torch.pi * golden), size * torch.sin(torch.pi * golden)))
