@@ -1,4 +1,4 @@
-"""Pictures of the lessons that belong to no topic of the study, and `find`, which knows all pictures by name."""
+"""Pictures of the lessons that belong to no topic of the study, and `find`, which finds any picture by its name."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def arrows_draw(data: Data, canvas: Canvas) -> None:
 
 
 def circle(axes: Axes, x: float = 1.1, y: tuple[float, float] = (-1.1, 1.1)) -> None:
-    """Draw the unit circle, and nothing else of the axes."""
+    """Draw the unit circle, without ticks or a frame."""
     from matplotlib.patches import Circle
 
     axes.add_artist(Circle((0, 0), 1, fill=False, edgecolor="#bbbbbb", linewidth=0.8))
@@ -140,12 +140,12 @@ def circle(axes: Axes, x: float = 1.1, y: tuple[float, float] = (-1.1, 1.1)) -> 
 
 
 # ------------------------------------------------------------------------------------ lesson 6: the way of q, k, v
-BOXES = (  # x, y, text, whose it is: from top to bottom, narrow enough for a phone
+BOXES = (  # x, y, text, and the vector it belongs to: from top to bottom, narrow enough for a phone
     (1.5, 6.0, "x", ""), (0.3, 5.0, "wq", "q"), (1.5, 5.0, "wk", "k"), (2.7, 5.0, "wv", "v"), (0.3, 4.0, "RoPE", "q"),
     (1.5, 4.0, "RoPE", "k"), (1.5, 3.0, "cache of k", "k"), (2.7, 3.0, "cache of v", "v"),
     (0.9, 2.0, "softmax(q · k / √D)", ""), (1.8, 1.0, "weighted sum", ""), (1.8, 0.0, "wo", ""),
 )  # fmt: skip
-WAYS = (  # from one box to another, and what goes there
+WAYS = (  # the two boxes that an arrow joins, and its label
     (0, 1, ""), (0, 2, ""), (0, 3, ""), (1, 4, "q"), (2, 5, "k"), (3, 7, "v"), (5, 6, "k'"), (4, 8, "q'"), (6, 8, ""),
     (8, 9, ""), (7, 9, ""), (9, 10, ""),
 )  # fmt: skip
@@ -182,7 +182,7 @@ def block_draw(data: Data, canvas: Canvas) -> None:
 
 # ------------------------------------------------------------------------------------------ lesson 7: five methods
 def reach_data() -> Data:
-    """The measurement of the lesson; both use the same windows."""
+    """The perplexities of the lesson, measured in the same windows as there."""
     return ppl.TOPIC.figure().data(windows=4, length=512, methods=("none", "linear:4", "ntk:4", "ntk:16", "yarn:4"))
 
 
@@ -214,7 +214,7 @@ TIMES = {"10 seconds": 10, "24 hours": 86400}
 
 
 def clock_data() -> Data:
-    """time, clock, hand, period (seconds for a turn), turns of the hand since twelve o'clock."""
+    """Columns: time, clock, hand, period (seconds for a turn), turns of the hand since twelve o'clock."""
     rows = [
         (time, clock, hand, HANDS[hand] * divisor, seconds / (HANDS[hand] * divisor))
         for time, seconds in TIMES.items()
@@ -249,7 +249,7 @@ def clock_draw(data: Data, canvas: Canvas) -> None:
 
 # ------------------------------------------------------------------------------- lesson 7: a quarter of the distance
 def quarter_data() -> Data:
-    """distance (tokens), pair, angle (radians): at 1/4, and at the whole distance with nearly the angle of pair 0."""
+    """distance (tokens), pair, angle (radians): at 1/4, and at the integer where pair 0 has nearly its angle of 1/4."""
     omega, whole = measures.frequencies(128).numpy(), np.arange(2048)
     like = int(np.abs((whole - 0.25 + np.pi) % (2 * np.pi) - np.pi).argmin())
     return columns(("distance", "pair", "angle"), [(d, i, d * omega[i]) for d in (0.25, like) for i in (0, 3, 6, 9)])
@@ -301,7 +301,7 @@ AIMED = 500  # the distance that the third key is made for
 
 
 def decay_data() -> Data:
-    """line, distance (tokens), value: expected scores of three kinds of keys; low, high: a standard deviation off."""
+    """line, distance (tokens), value: expected scores of three kinds of keys; low, high: a standard deviation away."""
     at, inv_freq = torch.arange(1001), measures.frequencies(64, 1e5)
     equal, aimed = (64 * measures.mean_cosine(inv_freq, at - d).numpy() for d in (0, AIMED))
     lines = {"k = q": (equal, 0), f"k made for {AIMED}": (aimed, 0), "k unrelated to q": (0 * equal, 64**0.5)}
@@ -326,12 +326,12 @@ def decay_draw(data: Data, canvas: Canvas) -> None:
     for name, (color, width, dashes) in zip(dict.fromkeys(data["line"].tolist()), styles, strict=True):
         x, y, low, high = (data[column][data["line"] == name] for column in ("distance", "value", "low", "high"))
         axes.plot(x, y, label=name, color=color, linewidth=width, linestyle=dashes)
-    axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)  # of the last line
+    axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)  # around the last line
     axes.set(xlim=(0, 1000), ylim=(-10, 66), xlabel="distance r (tokens)", ylabel="expected score q · k")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.15), ncols=3)
 
 
 def find(name: str) -> Figure:
-    """The picture of that name: one of this file, or of a topic."""
+    """The picture of that name, from this file or from a topic."""
     known = {figure.name: figure for topic in topics.TOPICS for figure in topics.find(topic).figures}
     return (known | FIGURES)[name]

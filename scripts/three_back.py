@@ -4,8 +4,8 @@ usage: python scripts/three_back.py [--steps 240] [--layers 1]
 
 Each text is random, so only the position of a token says which token is three back. The model is llama.Transformer. All
 encodings start from the same weights and read the same texts of 32 tokens; "added" multiplies the embeddings by sqrt(C)
-before the sum. A line of the curve is the mean loss of three models, one for each seed, since the last mark; all texts
-are new. At the end each model reads texts of 128 tokens. With one thread, the same processor repeats all digits.
+before the sum. A line of the curve is the mean loss since the line before, over three models, one for each seed; all
+texts are new. At the end each model reads texts of 128 tokens. Each run on the same processor prints equal digits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from train_tiny import initialize
 from llama.config import ModelConfig
 from llama.model import Transformer
 
-BACK, VOCAB, TRAINED, LONGEST = 3, 32, 32, 128  # tokens back, different tokens, tokens of a text in training and after
+BACK, VOCAB, TRAINED, LONGEST = 3, 32, 32, 128  # tokens back, vocabulary, tokens of a text in training, in the test
 ENCODINGS: dict[str, Any] = {"none": without_rope, "added": sinusoidal, "RoPE": lambda model: None}
 SEEDS = (0, 1, 2)
 
