@@ -173,8 +173,9 @@ def load_model(
     Arguments as in `load` and `LoadOptions`.
     """
     checks.known_options(options, LoadOptions, "llama.loader.LoadOptions")
-    options |= {"quantize": quantize, "rope": rope, "max_seq_len": max_seq_len}
-    return build(open_model(path_or_name, adapters), device, dtype, **options)
+    settings = LoadOptions(device, dtype, quantize, rope=rope, max_seq_len=max_seq_len, **options)
+    plan = make_plan(open_model(path_or_name, adapters), settings)
+    return build_plan(plan, empty_model(plan))
 
 
 def open_model(
