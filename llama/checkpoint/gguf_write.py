@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -24,9 +23,7 @@ from .write import Model, raw_bytes
 FILE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}  # llama.cpp's LLAMA_FTYPE_*
 
 
-def write(
-    path: Path, model: Model, types: Mapping[str, str] = MappingProxyType({}), file_type: int | None = None
-) -> None:
+def write(path: Path, model: Model, types: Mapping[str, str], file_type: int | None) -> None:
     """Write one file.
 
     types      the matrices to store quantized -> GGUF's type; of these, model.read returns (rows, bytes of a row)

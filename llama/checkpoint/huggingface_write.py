@@ -59,7 +59,7 @@ def entry(model: Model, name: str, layout: Layout = "half") -> Entry:
     return Entry(model.dtypes[name], model.shapes[name], read)
 
 
-def write_weights(folder: Path, entries: Mapping[str, Entry], shards: int = 0) -> None:
+def write_weights(folder: Path, entries: Mapping[str, Entry], shards: int) -> None:
     """Write one file, or several with equally many tensors and an index."""
     names, total = list(entries), sum(one.nbytes for one in entries.values())
     count = shards or -(-total // FILE_SIZE)

@@ -80,7 +80,7 @@ class PackedWeight(StoredWeight):
 
 
 # ------------------------------------------------------------------------------------------------------- writing
-def write(folder: Path, model: Model, formats: Mapping[str, GroupFormat], scheme: str, shards: int = 0) -> None:
+def write(folder: Path, model: Model, formats: Mapping[str, GroupFormat], scheme: str, shards: int) -> None:
     """Fill an empty folder. formats: of the weights that model.read returns as tiles."""
     entries = {}
     for name in sorted(model.shapes, key=lambda name: (name not in formats, -model.dtypes[name].itemsize)):  # aligned

@@ -149,10 +149,8 @@ class GroupedWeight(NamedTuple):
 
 
 def _looked_up(quants: Tensor, values: Sequence[int]) -> Tensor:
-    """The values of indices, as int8 in uint8. On a CPU, bytes.translate takes a tenth of the time of indexing."""
+    """The values of indices on a CPU, as int8 in uint8: bytes.translate takes a tenth of the time of indexing."""
     table = bytes(value & 255 for value in values)
-    if quants.device.type != "cpu":
-        return torch.tensor(list(table), dtype=torch.uint8, device=quants.device)[quants.int()]
     bytes_ = quants.contiguous().numpy().tobytes().translate(table.ljust(256, b"\0"))
     return torch.frombuffer(bytearray(bytes_), dtype=torch.uint8).view(quants.shape)
 
