@@ -427,7 +427,10 @@ def test_a_stop_string_does_not_end_a_thought(built: Any, name: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- the server
-@pytest.mark.parametrize("name", TEMPLATES)
+QUICK = ("DeepSeek-R1-Distill", "Qwen3", "unknown")  # one of each value in BEGINS
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in TEMPLATES])
 def test_the_official_client_reads_the_thought(built: Any, name: str) -> None:
     """The marks have no text here. Those of a call in the thought do not get into the text, and those after it do."""
     thinks = name != "unknown"
