@@ -32,7 +32,6 @@ from . import tiny
 from .forked import Forked
 from .patience import PATIENCE
 
-gc.disable()  # until all tests are collected, since what is imported stays
 torch.set_grad_enabled(False)
 hypothesis.settings.register_profile("clearllama", deadline=None)  # times vary on shared machines
 hypothesis.settings.load_profile("clearllama")
@@ -44,11 +43,15 @@ def pytest_xdist_auto_num_workers() -> int:
     return 1 + (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
     """Exempt what is imported and collected from garbage collection: millions of objects that stay."""
+    gc.disable()
+    found = yield
     gc.collect()
     gc.freeze()
     gc.enable()
+    return found
 
 
 def pytest_unconfigure() -> None:

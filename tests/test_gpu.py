@@ -105,7 +105,8 @@ def zeros(*shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("scheme", "rope", "kind"), [
-    (None, "complex", "model"), (None, "half", "int8"), ("int8", "real", "model"), ("int4", "complex", "int8"),
+    ("int8", "half", "model"), ("int4", "complex", "int8"),
+    *(pytest.param(*options, marks=pytest.mark.slow) for options in ((None, "complex", "model"), (None, "half", "int8"), ("int8", "real", "model"))),
 ])  # fmt: skip
 def test_prefill_decoding_and_batch_steps_stay_on_the_device_and_never_wait(
     mode: FakeTensorMode, scheme: str | None, rope: str, kind: str, monkeypatch: pytest.MonkeyPatch

@@ -68,8 +68,14 @@ def _away(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- the same numbers
-@pytest.mark.parametrize("kind", KINDS_OF_MODELS)
-@pytest.mark.parametrize(("where", "count", "letters"), PLACES)
+@pytest.mark.parametrize(
+    ("kind", "where", "count", "letters"),
+    [
+        pytest.param(kind, *place, marks=() if place is PLACES[0] or kind == "grouped" else pytest.mark.slow)
+        for place in PLACES
+        for kind in KINDS_OF_MODELS
+    ],
+)
 def test_logits_are_bitwise_equal_to_those_of_one_device(
     kind: str, where: str, count: int | None, letters: str, tmp_path: Path
 ) -> None:

@@ -313,8 +313,14 @@ SCHEMA = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", TEMPLATES)
+CASES = [  # every template and every kind of token
+    pytest.param(name, kind, marks=() if kind == "special" or name == "Qwen3" else pytest.mark.slow)
+    for name in TEMPLATES
+    for kind in KINDS
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
 def test_a_grammar_begins_after_the_thought(built: Any, name: str, kind: str) -> None:
     llm, _ = built(name, kind)
     if name != "unknown":
@@ -379,8 +385,7 @@ def test_calls_are_read_only_after_the_thought(built: Any, name: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- budgets and stops
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", THINKERS)
+@pytest.mark.parametrize(("name", "kind"), [case for case in CASES if case.values[0] != "unknown"])
 def test_a_budget_closes_the_thought_after_that_many_tokens(built: Any, name: str, kind: str) -> None:
     llm, _ = built(name, kind)
     mark, opening = (
@@ -427,7 +432,10 @@ def test_a_stop_string_does_not_end_a_thought(built: Any, name: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- the server
-@pytest.mark.parametrize("name", TEMPLATES)
+QUICK = ("DeepSeek-R1-Distill", "Qwen3", "unknown")  # one of each value in BEGINS
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in TEMPLATES])
 def test_the_official_client_reads_the_thought(built: Any, name: str) -> None:
     """The marks have no text here. Those of a call in the thought do not get into the text, and those after it do."""
     thinks = name != "unknown"
