@@ -124,10 +124,10 @@ def _translated(body: dict[str, Any]) -> dict[str, Any]:
 
 def unknown(name: str, known: Iterable[str]) -> UsageError:
     """The error for a field that is not known, with what to send in its place."""
-    similar = difflib.get_close_matches(name, known, 1)
+    similar = difflib.get_close_matches(name[:80], known, 1)  # a name of 8 MiB would take a second
     remedy = f"did you mean {similar[0]!r}?" if similar else "docs/guides/serving.md lists the fields"
-    if name in WITHOUT_EFFECT:
-        remedy = f"only {WITHOUT_EFFECT[name]!r} is accepted"
+    if (value := WITHOUT_EFFECT.get(name)) is not None:
+        remedy = "leave it out" if value is ANY else f"only {value!r} changes nothing: leave it out"
     return UsageError(f"unknown key {name!r:.80}; {INSTEAD.get(name, remedy)}")
 
 
