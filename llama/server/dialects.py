@@ -33,7 +33,7 @@ IGNORED = (
 ZERO = "mirostat xtc_probability dry_multiplier dynatemp_range n_probs min_keep prompt_logprobs n_indent"
 ZERO += " t_max_predict_ms t_max_prompt_ms"
 FALSE = "use_beam_search include_stop_str_in_output post_sampling_probs return_tokens_as_token_ids early_stopping"
-FALSE += " return_token_ids echo"
+FALSE += " return_token_ids echo background"
 EMPTY = "bad_words lora logits_processors response_fields"
 WITHOUT_EFFECT: dict[str, Any] = {"typical_p": 1, "typ_p": 1, "tfs_z": 1, "top_n_sigma": -1, "best_of": 1}
 WITHOUT_EFFECT |= {"skip_special_tokens": True, "include_reasoning": True, "parse_tool_calls": True, "grammar": ""}
@@ -61,6 +61,8 @@ INSTEAD = {
     "system": "send a message with the role system",
     "chat_template": "the server chooses it at its start: --chat-format",
     **dict.fromkeys(("lora", "lora_adapters"), "the server chooses adapters at its start: --adapter"),
+    "background": "this server stores nothing: send stream",
+    **dict.fromkeys(("previous_response_id", "conversation"), "this server stores nothing: send all of it as input"),
     **dict.fromkeys(OF_PENALTIES, "penalties count all tokens; leave it out"),
     **dict.fromkeys(("options", "extra_body"), "send its entries as fields of the body"),
 }
@@ -96,7 +98,7 @@ def _without_nulls(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def _without_effect(name: str, value: Any, strict: bool) -> bool:
     if strict:
-        return name in OPENAI.split() or (name, value) == ("modalities", ["text"])
+        return name in OPENAI.split() or (name, value) in (("modalities", ["text"]), ("background", False))
     if name == "samplers" and isinstance(value, list | str):
         filters = [FILTERS.get(one, one) for one in value if isinstance(one, str)]
         return [one for one in filters if one in FILTERS.values()] == [*FILTERS.values()]
@@ -122,10 +124,10 @@ def _translated(body: dict[str, Any]) -> dict[str, Any]:
 
 def unknown(name: str, known: Iterable[str]) -> UsageError:
     """The error for a field that is not known, with what to send in its place."""
-    similar = difflib.get_close_matches(name, known, 1)
+    similar = difflib.get_close_matches(name[:80], known, 1)  # a name of 8 MiB would take a second
     remedy = f"did you mean {similar[0]!r}?" if similar else "docs/guides/serving.md lists the fields"
-    if name in WITHOUT_EFFECT:
-        remedy = f"only {WITHOUT_EFFECT[name]!r} is accepted"
+    if (value := WITHOUT_EFFECT.get(name)) is not None:
+        remedy = "leave it out" if value is ANY else f"only {value!r} changes nothing: leave it out"
     return UsageError(f"unknown key {name!r:.80}; {INSTEAD.get(name, remedy)}")
 
 

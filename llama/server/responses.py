@@ -16,15 +16,12 @@ from .api import Api, Choice, Reply, refusal
 from .engine import COUNTED
 from .requests import CHAT_FIELDS, FUNCTION, SHARED, TOKENS, AnswerRequest, chat_request, fields_of, response_format
 
-# Fields that need a store -> what to send instead
-REFUSED = dict.fromkeys(("previous_response_id", "conversation"), "the whole conversation as input")
-REFUSED |= {"prompt": "instructions and input", "background": "stream: true"}
 # The kinds of the fields and of the entries of items (system/documents.py)
 FIELDS: dict[str, Any] = {name: kind for name, kind in CHAT_FIELDS.items() if name in SHARED and name != "n"}
 FIELDS |= {name: CHAT_FIELDS[name] for name in ("chat_template_kwargs", "parallel_tool_calls", "tool_choice")}
 FIELDS |= {"input": Required(str | list), "instructions": str, "max_output_tokens": TOKENS, "top_logprobs": (0, 0)}
 FIELDS |= {"tools": [{"type": Required("function"), **FUNCTION}], "text": {"format": response_format}}
-FIELDS |= {"truncation": "disabled", "include": ["reasoning.encrypted_content"], **dict.fromkeys(REFUSED, object)}
+FIELDS |= {"truncation": "disabled", "include": ["reasoning.encrypted_content"]}
 ITEMS: dict[str, dict[str, Any]] = {
     "message": {"role": Required(str), "content": Required(str | list), "phase": str},
     "reasoning": {"summary": list, "content": list, "encrypted_content": str},
@@ -41,9 +38,6 @@ FORMS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 
 def parse_response(body: Mapping[str, Any], llm: Llama, model: str) -> AnswerRequest:
     """Check a body of /v1/responses and encode its input. Raises a LlamaError with the names of this API."""
-    for name in REFUSED:
-        if body.get(name):
-            raise UsageError(f"{name} is not supported, since this server stores nothing: send {REFUSED[name]}")
     fields = fields_of(body, FIELDS, model)
     given, tools, choice = fields["input"], fields.get("tools", []), fields.get("tool_choice", "auto")
     names = [{"type": "function", "name": tool["name"]} for tool in tools]

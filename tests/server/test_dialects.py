@@ -43,7 +43,7 @@ def test_a_field_without_effect_is_left_out_and_named(name: str, tiny_llm: Llama
     assert standard({name: value}) == ({}, [name])
     assert options(tiny_llm, **{name: value}) == options(tiny_llm)
     strict = standard({name: value}, strict=True)
-    assert strict == (({}, [name]) if name in [*OPENAI.split(), "modalities"] else ({name: value}, []))
+    assert strict == (({}, [name]) if name in [*OPENAI.split(), "modalities", "background"] else ({name: value}, []))
 
 
 @pytest.mark.parametrize("name", [name for name, value in WITHOUT_EFFECT.items() if value is not ANY])
@@ -53,7 +53,9 @@ def test_with_another_value_it_is_refused(name: str, tiny_llm: Llama) -> None:
     expected = "structured_outputs|JSON schema" if name in GUIDED else f"^unknown key '{name}'"
     with pytest.raises(UsageError, match=expected) as error:
         options(tiny_llm, **{name: other})
-    assert name in GUIDED or INSTEAD.get(name, f"only {value!r} is accepted") in str(error.value)[:200]
+    assert (
+        name in GUIDED or INSTEAD.get(name, f"only {value!r} changes nothing: leave it out") in str(error.value)[:200]
+    )
 
 
 @pytest.mark.parametrize("name", INSTEAD)
@@ -69,6 +71,9 @@ def test_an_unknown_field_is_named_with_the_one_meant(tiny_llm: Llama) -> None:
     for name, words in (("temprature", "did you mean 'temperature'?"), ("zz", "docs/guides/serving.md")):
         with pytest.raises(UsageError, match=f"^unknown key '{name}'; {re.escape(words)}"):
             options(tiny_llm, **{name: 1})
+    body, _ = standard({**HELLO, "cache_prompt": True}, strict=True)
+    with pytest.raises(UsageError, match=r"unknown key 'cache_prompt'; leave it out$"):
+        parse_chat(body, tiny_llm, "tiny")
 
 
 @pytest.mark.parametrize("penalty", ["repeat_penalty", "repetition_penalty", "presence_penalty", "frequency_penalty"])
@@ -101,7 +106,7 @@ def test_the_options_of_ollama_are_fields(tiny_llm: Llama) -> None:
     assert ignored == ["keep_alive", "num_ctx", "mirostat"]
     with pytest.raises(UsageError, match="temperature and temperature differ"):
         options(tiny_llm, temperature=1, options={"temperature": 0})
-    with pytest.raises(UsageError, match="unknown key 'mirostat'; only 0 is accepted"):
+    with pytest.raises(UsageError, match="unknown key 'mirostat'; only 0 changes nothing"):
         options(tiny_llm, options={"mirostat": 2})
 
 

@@ -20,8 +20,9 @@ from llama.errors import LlamaError, UsageError
 from llama.generation.answer import Completion, Piece, Stats
 from llama.sampling import SamplingParams
 from llama.server.api import Choice
+from llama.server.dialects import INSTEAD
 from llama.server.requests import AnswerRequest, parse_chat
-from llama.server.responses import REFUSED, Responses, parse_response
+from llama.server.responses import Responses, parse_response
 from llama.server.spelling import Spelling
 from llama.text import Llama
 
@@ -381,13 +382,14 @@ def test_items_become_the_messages_of_a_chat(tiny_llm: Llama) -> None:
     assert llm.tokenizer.decode(found.ids).startswith('{"role": "system", "content": "Instructed."}\n')
 
 
+STORED = ("previous_response_id", "conversation", "background")  # fields that need a store
 CALLED = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        *(({name: "x"}, f"{name} is not supported, since this server stores nothing") for name in REFUSED),
+        *(({name: "x"}, f"unknown key '{name}'; {INSTEAD[name]}") for name in STORED),
         ({"tools": [{"type": "web_search"}]}, r"tools\[0\].type must be 'function', got 'web_search'"),
         ({"tools": [{"type": "mcp", "server_label": "x"}]}, r"tools\[0\].type must be 'function'"),
         ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice must"),
@@ -425,7 +427,7 @@ def test_what_is_refused_is_named(tiny_llm: Llama, fields: dict[str, Any], messa
 
 
 def test_fields_without_effect_are_accepted_and_named(server: Running) -> None:
-    with pytest.raises(openai.BadRequestError, match="previous_response_id is not supported"):
+    with pytest.raises(openai.BadRequestError, match="'previous_response_id'; this server stores nothing"):
         server.client().responses.create(model="tiny", input="Hello", previous_response_id="resp_1")
     same = {"truncation": "disabled", "include": ["reasoning.encrypted_content"], "background": False, "prompt": None}
     ignored = {"store": True, "metadata": {"a": "b"}, "user": "Ann", "service_tier": "auto", "max_tool_calls": 3,
@@ -434,7 +436,7 @@ def test_fields_without_effect_are_accepted_and_named(server: Running) -> None:
     found = post(server, {**body, **same, **ignored})
     assert without_own(found.json()["output"]) == without_own(plain.json()["output"])
     named = found.headers["X-Clearllama-Ignored"].split(", ")
-    assert {*named} == {*ignored} - {"text"} | {"verbosity"}
+    assert {*named} == {*ignored} - {"text"} | {"verbosity", "background"}
     assert "X-Clearllama-Ignored" not in plain.headers
 
 
