@@ -85,7 +85,7 @@ class LayerCache:
                 rows = torch.arange(part.shape[0], device=positions.device).view(-1, 1, 1)  # (B, 1, 1)
                 heads = torch.arange(part.shape[1], device=positions.device).view(-1, 1)  # (KV, 1)
                 buffer.index_put_((rows, heads, positions.unsqueeze(1)), part)  # (B, KV, T, ..)
-        return [buffer[:, :, : self.visible] for buffer in self.buffers]  # None: all
+        return [buffer if self.visible is None else buffer[:, :, : self.visible] for buffer in self.buffers]
 
     def floats(self) -> tuple[Tensor, Tensor]:
         """All keys and all values, (B, KV, slots, D) each."""
