@@ -210,6 +210,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "last missing": (lambda d: (d / "consolidated.01.pth").unlink(), "1 shards have 128 of 256 rows of wq; download"),
     "copy": (lambda d: shutil.copy(d / "consolidated.00.pth", d / "consolidated.01.pth"), "the same weights"),
     "only in shard 1": (lambda d: save(d, put("layers.1.extra.weight", torch.zeros(1)), 1), "01.pth and .* differ"),
+    "no norm": (lambda d: save(d, lambda s: s.pop("norm.weight")), "norm.weight is missing; the file is damaged"),
     "other model": (lambda d: save(d, lambda s: s["norm.weight"].mul_(2), 1), "not shards of one model"),
     "small norm": (
         lambda d: [save(d, put("norm.weight", torch.full((256,), 0.001 + 0.01 * rank)), rank) for rank in (0, 1)],
