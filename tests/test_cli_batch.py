@@ -180,7 +180,7 @@ def test_a_bad_line_is_reported_before_anything_is_loaded_or_written(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("hello",), "leave the PROMPT argument out"),
+        (("hello",), "leave PROMPT out"),
         (("--draft", "ngram"), "leave --draft out"),
         (("--output", "no/such/folder/x"), "--output no/such/folder/x: expected a file in an existing folder"),
         (("--batch-size", "0"), "--batch-size must be"),

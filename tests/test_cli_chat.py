@@ -312,12 +312,13 @@ def test_answers_over_a_pipe_are_told_apart(clearllama: Run, tiny_gguf: Path, ti
 
 
 def test_a_block_without_an_end_and_wrong_commands_are_errors(clearllama: Run, tiny_gguf: Path) -> None:
-    lines = ("/retr", "/clear now", "/save", "/undo", "/help", '"""hello', "the")
+    lines = ("/retr", "/clear now", "/save", "/undo", "/?", "/set parameter seed 1", "/show", '"""hello', "the")
     done = talk(clearllama, tiny_gguf, *lines, code=2)
     assert HELP in done.stderr.decode()
     errors = [line.split("error: ")[1] for line in done.stderr.decode().splitlines() if "error" in line]
-    words = ("'/retr'", "'/clear now'", "/save needs a file", "there is no question yet", "has no end")
-    assert [word in error for word, error in zip(words, errors, strict=True)] == [True] * 5
+    words = ("'/retr'", "'/clear now'", "/save needs a file", "there is no question yet")
+    words += ("clearllama chat --temperature", "clearllama chat --temperature", "has no end")
+    assert [word in error for word, error in zip(words, errors, strict=True)] == [True] * len(words)
 
 
 def test_undo_and_retry_leave_no_trace(clearllama: Run, tiny_gguf: Path, tmp_path: Path) -> None:
@@ -350,7 +351,7 @@ def test_a_system_message_begins_a_conversation(clearllama: Run, tiny_gguf: Path
 
     plain = last(args=system)
     assert last("hello", "/clear", args=("--load-session", at)) == last(args=("--system", "be")) != plain
-    assert last("/system the") == plain
+    assert last("/system the") == last("/set system the") == plain
     assert last("/system", args=system) == last() != plain
 
 

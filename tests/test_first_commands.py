@@ -18,7 +18,7 @@ from llama.tools.families import official
 # A first command -> the same in the words of this program
 ACTS = {
     # llama.cpp
-    "generate -m m -p hi -n 3": "generate --prompt hi --model m --max-new-tokens 3",
+    "generate -m m -p hi -n 3": "generate hi --model m --max-new-tokens 3",
     "generate hi -hf org/x:Q4_0 -ngl 99": "generate hi --model org/x:Q4_0 --gpu-layers 99",
     "generate hi --hf-repo=org/x --n-gpu-layers=99": "generate hi --model=org/x --gpu-layers=99",
     "generate hi -c 512 -t 2 -s 3 -n 4": "generate hi --max-seq-len 512 --threads 2 --seed 3 --max-new-tokens 4",
@@ -110,6 +110,7 @@ NAMED = {
     "generate hi -mtiny.gguf": "unrecognized arguments: -mtiny.gguf (see",
     "generate hi -qn 5": "unrecognized arguments: -qn; did you mean -q?",
     "generate What is RoPE": 'unrecognized arguments: is RoPE; put the prompt in quotes: "What is RoPE"',
+    "generate a -p b": "argument -p/--prompt: not allowed with argument PROMPT",
     "generate hello README.md": "unrecognized arguments: README.md; to use a model, add -m: -m README.md",
     "generate -m x hello README.md": 'README.md; put the prompt in quotes: "hello README.md"',
     "chat m Hello": "unrecognized arguments: Hello; type messages in the chat, or use clearllama generate TEXT -m MODEL",
@@ -163,7 +164,7 @@ def test_right_options_pass(words: str) -> None:
 
 @pytest.mark.parametrize("text", ["-x marks the spot", "--foo-bar baz", "- a list"])
 def test_a_text_that_begins_with_a_dash_is_a_prompt(text: str) -> None:
-    assert cli.parse(["generate", text]).text == text
+    assert cli.parse(["generate", text]).prompt == text
 
 
 @pytest.mark.usefixtures("terminal")

@@ -146,7 +146,6 @@ def test_every_source_of_a_prompt_has_the_same_rules(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("a", "-p", "b"), "given twice"),
         (("-f", "no-such-file"), "no-such-file: No such file"),
         (("-f", "/dev/null"), "is a device"),
         (("-f", os.devnull.replace("null", "")), "Is a directory"),

@@ -297,6 +297,7 @@ WRONG: dict[str, tuple[Callable[[Llama], object], str]] = {
     "unsqueeze_dim": (lambda llm: llama.apply_rotary_pos_emb(HEADS, HEADS, HEADS, HEADS, 3), "unsqueeze_dim must be"),
     "an odd dimension": (lambda llm: llama.rotate_half(torch.ones(3)), "an even D, got Tensor .3,"),
     "half of a list": (lambda llm: llama.rotate_half([1, 2]), "an even D, got .1, 2."),
+    "messages": (lambda llm: llm.stream([{"role": "user"}]), "must be a string .chat and stream_chat take messages."),
     "check_memory": (lambda llm: llama.load("nowhere", check_memory="no"), "check_memory must be true or false"),
     "fast": (lambda llm: llama.load_model("nowhere", fast=None), "fast must be true or false, got None"),
     "adapters": (lambda llm: llama.load("nowhere", adapters=5), "adapters must be a path, "),

@@ -78,7 +78,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         if path and "--model" in command._option_string_actions and args.model == command.get_default("model"):
             hint = f"; to use a model, add -m: -m {path}"
         elif "prompt" in args:
-            prompt = " ".join([args.text or args.prompt or "", *rest])
+            prompt = " ".join([args.prompt or "", *rest])
             hint = f'; put the prompt in quotes: "{prompt:.80}"'
         else:
             hint = "; type messages in the chat, or use clearllama generate TEXT -m MODEL" if first == "chat" else ""

@@ -218,7 +218,7 @@ class Chat:
             case "/exit" | "/quit" | "/bye", "":
                 self.left, reply = True, ""
             case "/show" | "/set" | "/parameter", _:
-                raise UsageError("options belong to the command, as in clearllama chat --temperature 0 --top-p 0.9")
+                raise UsageError("options are set on the command line, as in clearllama chat --temperature 0.7")
             case _:
                 raise UsageError(f"unknown command {line!r:.80}; /help lists them; // begins a message with a slash")
         if reply:

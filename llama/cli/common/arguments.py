@@ -74,6 +74,7 @@ ANSWERS = {  # what to do instead -> options and commands of these programs with
     " embeddings embed-multi embedding --embedding --embeddings",
 }
 ANSWER = {name: answer for answer, names in ANSWERS.items() for name in names.split()}
+ARGUMENT = {"nargs": "?", "default": argparse.SUPPRESS}  # settings of an argument that is also an option
 LARGEST_FACTOR = 10_000  # upper limit of --rope-factor
 
 
@@ -116,8 +117,10 @@ TOKENIZER = (
 )
 KV_CACHE = ("--kv-cache", ["model", "int8"], "dtype of keys and values: the model's, or int8 for half the memory")
 PROMPT = [
-    ("text PROMPT", str, "the prompt, followed by standard input (a pipe or a file)", {"nargs": "?"}),
+    Group(exclusive=True),
+    ("prompt PROMPT", str, "the prompt, followed by standard input (a pipe or a file)", ARGUMENT),
     ("-p --prompt PROMPT", str, "the prompt, as an option instead of an argument", RARE),
+    Group(),
     ("-f --file FILE", str, "add a file's text; '-' is standard input; may be repeated (docs/guides/prompts.md)", MANY),
 ]
 LENS = (
@@ -162,7 +165,7 @@ def checkpoint(about: str) -> list[Row | Group]:
     """The model of a command as an argument or as --model."""
     return [
         Group(exclusive=True),
-        ("model PATH_OR_NAME", str, about, {"nargs": "?", "default": argparse.SUPPRESS}),
+        ("model PATH_OR_NAME", str, about, ARGUMENT),
         ("-m --model PATH_OR_NAME", str, "the model, as an option", {"default": default_model()}),
         Group(),
     ]

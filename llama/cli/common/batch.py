@@ -32,7 +32,7 @@ KEYS: dict[str, Any] = {
     "logit_bias": by_id,
 }
 NOT_WITH_PROMPTS = (
-    *("text", "prompt", "file", "suffix", "parse_special", "json"),
+    *("prompt", "file", "suffix", "parse_special", "json"),
     *("draft", "draft_tokens", "load_session", "save_session"),
 )
 
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     """Answer the prompts that have no answer yet. Returns 1 if some could not be run."""
     for name in NOT_WITH_PROMPTS:
         if getattr(args, name) not in (None, False, []):
-            what = "the PROMPT argument" if name == "text" else arguments.option(name)
+            what = "PROMPT" if name == "prompt" else arguments.option(name)
             raise UsageError(f"--prompts reads prompts and writes JSON lines: leave {what} out")
     size = integer("--batch-size", BATCH_SIZE if args.batch_size is None else args.batch_size, 1, 4096)
     options = arguments.sampling_options(args)

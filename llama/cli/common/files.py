@@ -101,9 +101,7 @@ def read_prompt(args: argparse.Namespace) -> str:
 
     Raises UsageError if there is none, rather than wait at a terminal.
     """
-    if args.text is not None and args.prompt is not None:
-        raise UsageError("the prompt was given twice, as an argument and with --prompt; give it once")
-    given: str | None = args.text if args.text is not None else args.prompt
+    given: str | None = args.prompt
     files: list[str] = args.file
     if given is None and not files:
         if sys.stdin is not None and sys.stdin.isatty():

@@ -82,12 +82,9 @@ class HelpAll(argparse._HelpAction):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with usage errors on one line, without abbreviations of options, and with a help of one screen."""
+    """argparse with usage errors on one line and a help of one screen."""
 
     commands: dict[str, Parser]  # of the main parser
-
-    def __init__(self, **settings: Any):
-        super().__init__(**settings, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {terminal.one_line(message)} (see {self.prog} --help)\n")
