@@ -312,13 +312,33 @@ def test_answers_over_a_pipe_are_told_apart(clearllama: Run, tiny_gguf: Path, ti
 
 
 def test_a_block_without_an_end_and_wrong_commands_are_errors(clearllama: Run, tiny_gguf: Path) -> None:
-    lines = ("/retr", "/clear now", "/save", "/undo", "/?", "/set parameter seed 1", "/show", '"""hello', "the")
+    lines = (
+        "/retr",
+        "/clear now",
+        "/save",
+        "/undo",
+        "/?",
+        "/set top_p x",
+        "/set seed -1",
+        "/set",
+        "/show",
+        '"""hello',
+        "the",
+    )
     done = talk(clearllama, tiny_gguf, *lines, code=2)
     assert HELP in done.stderr.decode()
     errors = [line.split("error: ")[1] for line in done.stderr.decode().splitlines() if "error" in line]
     words = ("'/retr'", "'/clear now'", "/save needs a file", "there is no question yet")
-    words += ("clearllama chat --temperature", "clearllama chat --temperature", "has no end")
+    words += ("/set NAME NUMBER", "seed must be", "/set NAME NUMBER", "'/show'", "has no end")
     assert [word in error for word, error in zip(words, errors, strict=True)] == [True] * len(words)
+
+
+@pytest.mark.parametrize("line", ["/set temperature 2", "/set parameter temp 2.0"])
+def test_an_option_that_is_set_is_that_of_the_command(clearllama: Run, tiny_gguf: Path, line: str) -> None:
+    args = ("-n", "6", "--seed", "1")
+    both = talk(clearllama, tiny_gguf, "hello", line, "/set num_predict 9", "/clear", "hello", args=args)
+    alone = talk(clearllama, tiny_gguf, "hello", args=("-n", "9", "--seed", "1", "--temp", "2"))
+    assert both.stdout.split(b"\n\n")[1] == alone.stdout != both.stdout.split(b"\n\n")[0]
 
 
 def test_undo_and_retry_leave_no_trace(clearllama: Run, tiny_gguf: Path, tmp_path: Path) -> None:

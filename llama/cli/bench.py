@@ -22,9 +22,9 @@ OPTIONS = [
     *arguments.model(argument=True),
     Group("what is measured"),
     ("--batch N", int, "sequences at once", {"default": 1}),
-    ("--prompt-tokens N", int, "tokens per prompt", {"default": 512}),
+    ("-p --prompt-tokens N", int, "tokens per prompt", {"default": 512}),
     ("-n --new-tokens N", int, "decoding steps", {"default": 64}),
-    ("--reps N", int, "repetitions", {"default": 3}),
+    ("-r --reps N", int, "repetitions", {"default": 3}),
 ]
 
 

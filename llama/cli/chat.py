@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import LlamaError, TemplateError, UsageError
+from ..sampling import OPTIONS as SAMPLING
+from ..sampling import SamplingParams
 from .common import arguments, loading, output, ranks, terminal, turns
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ HELP = '''/help         show this list
 /undo         remove the last question and its answer
 /clear        start a new conversation with the same system message
 /system TEXT  start a new conversation with this system message, or with none
+/set NAME X   change an option from the next answer on, as in /set temperature 0.2
 /save FILE    save the conversation in a new file
 /load FILE    continue a saved conversation, as --load-session FILE does
 /exit         leave (also Ctrl-D)
@@ -187,7 +190,8 @@ class Chat:
         """Run a /command. Raises UsageError for an unknown one or a wrong argument."""
         from ..generation.session import Session
 
-        name, _, rest = line.removeprefix("/set ").removeprefix("/").partition(" ")  # /set system TEXT, of Ollama
+        line = line.replace("/set system", "/system", 1)  # Ollama's name
+        name, _, rest = line.removeprefix("/").partition(" ")
         match f"/{name}", rest.strip():
             case "/help" | "/?", "":
                 reply = HELP
@@ -207,7 +211,7 @@ class Chat:
             case "/save", file if file:
                 path = Path(os.path.expanduser(file))
                 if os.path.lexists(path):
-                    raise UsageError(f"{path}: File exists; name another file")
+                    raise UsageError(f"{path}: File exists; name another file (--save-session replaces a file)")
                 reply = output.save_session(self.session, path, self.llm.model)
             case "/load", file if file:
                 loaded = Session.load(os.path.expanduser(file), self.llm.model)
@@ -217,12 +221,27 @@ class Chat:
                 raise UsageError(f"{command} needs a file: {command} FILE")
             case "/exit" | "/quit" | "/bye", "":
                 self.left, reply = True, ""
-            case "/show" | "/set" | "/parameter", _:
-                raise UsageError("options are set on the command line, as in clearllama chat --temperature 0.7")
+            case "/set", setting:
+                reply = self.set(setting.removeprefix("parameter "))  # as Ollama says
             case _:
                 raise UsageError(f"unknown command {line!r:.80}; /help lists them; // begins a message with a slash")
         if reply:
             terminal.write_stderr("\n".join(map(terminal.one_line, reply.split("\n"))))
+
+    def set(self, setting: str) -> str:
+        """Change a number that an answer depends on: "temperature 0.2". Raises UsageError for a wrong name or value."""
+        name, _, value = setting.replace("_", "-").partition(" ")
+        option = arguments.SYNONYMS.get(f"--{name}", name).removeprefix("--").replace("-", "_")
+        names = [name for name, field in SAMPLING.items() if field.metadata["range"]]
+        try:
+            changed = {option: int(value) if value.isdecimal() else float(value)}
+        except ValueError:
+            changed = {}
+        if not changed.keys() & names:
+            raise UsageError(f"expected /set NAME NUMBER, got /set {setting:.80}; the names are {', '.join(names)}")
+        SamplingParams(**changed)  # checks the range
+        self.options = {**self.options, **changed}
+        return f"from the next answer on, {option} is {changed[option]}"
 
     def restart(self, system: list[Message]) -> str:
         """Start a new conversation."""

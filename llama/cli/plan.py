@@ -91,13 +91,13 @@ def text(facts: dict[str, Any]) -> str:
     compute = "" if facts["stored"] == dtype else f", {dtype} compute"
     keys = dtype if facts["kv_cache"] == "model" else facts["kv_cache"]
     shape = "{batch:,} x {context:,}".format(**facts)
-    each = "" if gpu["name"] == "cpu" else " on each GPU"
+    each, bound = ("", "about") if gpu["name"] == "cpu" else (" on each GPU", "at most")
     fits = "no" + (f"; fewest GPUs: {facts['smallest']['gpus']}" if facts["smallest"] and each else "")
     if facts["fits"]:
         fits = "yes, up to {largest_batch:,} x {context:,} or {batch:,} x {largest_context:,} tokens".format(**facts)
     speed = "not estimated: add --gpu-bandwidth" if facts["fits"] else "none"
     if decode:
-        speed = f"at most {decode['tps_each']:,.1f} tok/s each, {decode['tps_batch']:,.1f} in total"
+        speed = f"{bound} {decode['tps_each']:,.1f} tok/s each, {decode['tps_batch']:,.1f} in total"
     rows = [
         ("model", f"{facts['model']}: {facts['parameters']:,} parameters, context {facts['max_seq_len']:,}"),
         ("run", f"{shape} tokens on {facts['gpus']} x {gpu['name']}, {of} GB ({gpu['source']})"),
@@ -109,6 +109,6 @@ def text(facts: dict[str, Any]) -> str:
     for other in facts["alternatives"]:
         most = other["largest_context"]
         longest = f"fits up to {most:,} tokens" if most else "does not fit"
-        speed = f", at most {other['tps_each']:,.1f} tok/s each" if other["tps_each"] else ""
+        speed = f", {bound} {other['tps_each']:,.1f} tok/s each" if other["tps_each"] else ""
         rows.append((other["quantize"] or facts["stored"], f"{other['per_gpu'] / 1e9:.2f} GB{each}, {longest}{speed}"))
     return tables.table(rows)

@@ -106,6 +106,8 @@ def bind(host: str, port: int) -> socket.socket:
 
 def api_key(path: str | None) -> str | None:
     """The key in a file or in the environment. Raises UsageError for an empty one."""
+    if path is not None and not os.path.lexists(path):  # others can see a command, so it does not hold the key
+        raise UsageError(f"--api-key names a file, and there is none of this name; for a key itself, set {KEY}")
     text = os.environ.get(KEY) if path is None else files.read_text(Path(path))
     key = text and text.strip()
     if key is not None and not (key and key.isascii() and key.isprintable()):

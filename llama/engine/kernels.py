@@ -25,9 +25,7 @@ import platform
 import shlex
 import shutil
 import subprocess
-import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -186,9 +184,7 @@ def _build(form: str, library: Path) -> None:
     root, command = Path(torch.__file__).parent, compiler()
     if command is None:
         raise RuntimeError("no C++ compiler found (c++, g++, clang++); install one, or set CXX to its command")
-    if sys.stderr is not None and sys.stderr.isatty():
-        LOG.info("clearllama: compiling the C++ kernels")
-    started = time.perf_counter()
+    LOG.info("clearllama: compiling the C++ kernels, which can take a minute; later runs reuse them")
     flags, link = [*command.split(), *_flags(form)], [f"-L{root / 'lib'}", "-ltorch_cpu", f"-Wl,-rpath,{root / 'lib'}"]
     objects = [library.with_name(f"{source.stem}.o") for source in sorted(SOURCE.parent.glob("*.cpp"), reverse=True)]
     # When this process leaves `with` or dies, the pipe closes, and the shell kills the compilers and their children
@@ -213,8 +209,6 @@ def _build(form: str, library: Path) -> None:
     if process.returncode or not library.is_file():
         reason = next((line for line in output.splitlines() if "error" in line), f"exit code {process.returncode}")
         raise RuntimeError(f"{command} could not build {SOURCE.name}: {reason.strip()}")
-    seconds = time.perf_counter() - started
-    LOG.info("clearllama: the C++ kernels were compiled in %.0f s; later runs reuse them", seconds)
 
 
 def _load_library(path: str) -> ctypes.CDLL:

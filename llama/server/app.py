@@ -205,7 +205,7 @@ class Server:
         """What `parse` makes of the body of a request. Raises HTTPException if it is too large or slow, or not JSON."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # a web page of another origin can't send this type without permission
-            raise HTTPException(415, f"Content-Type must be application/json, got {kind!r:.80}")
+            raise HTTPException(415, f"got Content-Type {kind!r:.80}; send the header Content-Type: application/json")
         body = bytearray()
         try:
             async with asyncio.timeout(self.limits.receive):
