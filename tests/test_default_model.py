@@ -189,7 +189,7 @@ def test_a_question_is_answered(default_llm: Llama) -> None:
 
 def test_the_readmes_python_runs(default_gguf: Path, capsys: pytest.CaptureFixture[str]) -> None:
     readme = (Path(__file__).parent.parent / "README.md").read_text()
-    block = readme[readme.index("```python\n") + 10 :].split("```")[0]
+    block = readme[readme.index("```python\nimport llama") + 10 :].split("```")[0]
     exec(block, {})
     out = capsys.readouterr().out
     assert out.startswith(" Paris.")
