@@ -46,9 +46,9 @@ def annotated(page: str, values: dict[int, list[str]]) -> str:
 
 
 def recorded() -> dict[int, list[str]]:
-    """What each line computes for PROMPT, by its number: once with the likeliest token, then with a drawn one."""
+    """Map the number of each line to what it computes for PROMPT: with the likeliest token, then with a drawn one."""
     source, values = FILE.read_text(), dict[int, list[str]]()
-    names = dict[int, list[str]]()  # that a line assigns
+    names = dict[int, list[str]]()  # line -> the names that it assigns
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id != "_":
             names.setdefault(node.lineno, []).append(node.id)
@@ -56,7 +56,7 @@ def recorded() -> dict[int, list[str]]:
     def trace(frame: FrameType, event: str, value: Any) -> Any:
         if frame.f_code.co_filename != str(FILE):
             return None
-        last = frame.f_lineno  # it has run at the next event
+        last = frame.f_lineno  # this line has run when the next event comes
 
         def step(frame: FrameType, event: str, value: Any) -> Any:
             nonlocal last
@@ -85,7 +85,7 @@ def recorded() -> dict[int, list[str]]:
 
 
 def shown(name: str, value: Any, comment: str) -> list[str]:
-    """A tensor as its shape, after the letters that the comment has for it, and its last row; or a number."""
+    """Show a tensor by the letters of its shape in the comment, its shape and its last row; show a number as it is."""
     if not isinstance(value, Tensor) or not value.ndim:
         return [f"{name} = {value}"] if isinstance(value, int | list) else []
     letters = [axes for axes in re.findall(r"\(([^()]*)\)", comment) if len(axes.strip(",").split(",")) == value.ndim]

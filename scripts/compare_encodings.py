@@ -2,7 +2,7 @@
 
 usage: python scripts/compare_encodings.py --text kjv.txt --output encodings.jsonl
 
-The text is that of train_tiny.py, and so are the model, its initial weights and the optimizer. Only the encoding
+The text, the model, its initial weights and the optimizer are those of train_tiny.py. Only the encoding
 differs: modules of a llama.Transformer are replaced, and no line of the model is changed. All encodings of one seed
 train on the same windows of 128 tokens, in the same order. Each model then reads windows of 512 tokens of the held-out
 book, and its loss is averaged by position.
@@ -12,7 +12,7 @@ package, which was trained with RoPE, leaves RoPE out, and trains it further.
 
 A finished run is one line of the output. The script skips runs that the output already has, so the command can be
 interrupted and started again. The fifteen runs of the stored results took 161 minutes in all, on a Xeon with AVX-512.
-The same processor repeats all digits; another one sums in another order, and training enlarges the differences.
+The same processor repeats all digits; another processor sums in another order, and training enlarges the differences.
 With AVX2 the loss of RoPE with seed 0 at positions 0 to 127 was 1.404 in place of 1.411.
 """
 
@@ -38,7 +38,7 @@ from llama.rope import Rope, RotaryEmb
 from llama.study.measures import sinusoids
 from llama.study.perplexity import tiny_folder
 
-LONGEST = 512  # tokens of a window of the test
+LONGEST = 512  # tokens of a test window
 BUCKET = 16  # positions whose losses are averaged
 SEEDS = (0, 1, 2)
 
@@ -136,10 +136,10 @@ def buckets(model: Transformer, text: bytes) -> list[float]:
 
 
 def run(encoding: str, seed: int, text: Path, steps: int, batch: int) -> dict[str, Any]:
-    """Train one model and measure it: `loss` is the mean in each bucket, `loss_yarn` the same with YaRN afterwards."""
+    """Train one model and measure it: `loss` is the mean in each bucket; `loss_yarn` the same, with YaRN added."""
     training, held_out = split(text)
     model = build(encoding, seed)
-    torch.manual_seed(seed)  # building used a different number of random values for each encoding
+    torch.manual_seed(seed)  # again, since `build` drew a different number of random values for each encoding
     started = time.perf_counter()
     losses = fit(model, as_bytes(training), steps, batch)
     seconds = time.perf_counter() - started

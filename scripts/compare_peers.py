@@ -12,8 +12,8 @@ engines alike. The table shows medians over the rounds. An engine that fails end
 
 DIR_OR_NAME is one of
 
-    a name or a GGUF file   row "file": clearllama and llama.cpp on that file, transformers on its weights in bfloat16
-    a folder                of one model as hf/, bf16.gguf, q8_0.gguf and q4_0.gguf, as far as they exist. Rows "bf16",
+    a name or a GGUF file   Row "file": clearllama and llama.cpp on that file, transformers on its weights in bfloat16
+    a folder                It has one model as hf/, bf16.gguf, q8_0.gguf, q4_0.gguf, or some of these. Rows "bf16",
                             "int8", "int4": clearllama on hf/, unchanged or with --quantize, and on the GGUF file;
                             llama.cpp on the GGUF file, transformers on hf/
 
@@ -44,13 +44,13 @@ from typing import Any, NamedTuple
 
 PEERS = ("llama.cpp", "transformers")
 KEYS = ("decode_tps", "prefill_tps")
-PAUSE = 0.1  # seconds between turns: the threads of the previous engine may still spin, waiting for work
+PAUSE = 0.1  # seconds between turns, until the previous engine's threads stop spinning
 
 
 class Loaded(NamedTuple):
     """A model in an engine's process."""
 
-    step: Callable[[list[int], int], int]  # ids, number of cached tokens before them -> the most likely next id
+    step: Callable[[list[int], int], int]  # (ids, number of cached tokens before them) -> the most likely next id
     vocabulary: int
 
 
@@ -65,7 +65,7 @@ class Engine:
 
 
 def rows_of(model: Path) -> dict[str, list[Engine]]:
-    """Return row -> the engines whose files exist."""
+    """Map each row to the engines whose files exist."""
     if not model.is_dir():
         peers = [Engine("transformers, bfloat16", model, "transformers"), Engine("llama.cpp", model, "llama.cpp")]
         return {"file": [Engine("clearllama", model), *peers]}
@@ -112,7 +112,7 @@ def shown(values: list[float], form: str) -> str:
 
 
 def worker(spec: dict[str, Any]) -> None:
-    """Load a model, warm up, print {}, then run a turn per line of stdin and print its speeds as a line of JSON.
+    """Load a model, warm up, print {}. Then run a turn for each line of stdin, and print the turn's speeds as JSON.
 
     It may run in a peer's environment, which has no clearllama.
 
@@ -129,7 +129,7 @@ def worker(spec: dict[str, Any]) -> None:
 
 
 def turns(model: Loaded, prompt: list[int], new: int, lines: Iterable[str]) -> Iterator[dict[str, float]]:
-    """Run a turn per line: decode greedily after the prompt, yield {decode_tps}, and prefill_tps for "prefill".
+    """Run a turn for each line: decode greedily and yield {decode_tps}. The line "prefill" adds prefill_tps.
 
     The first turn always processes the prompt.
     """
@@ -164,7 +164,7 @@ def load_clearllama(spec: dict[str, Any]) -> Loaded:
     def step(tokens: list[int], past: int) -> int:
         cache.trim(past)
         logits = prefill(model, tokens, cache)
-        with kernels.own_threads():  # as in generation: PyTorch's threads must not take turns with the kernels'
+        with kernels.own_threads():  # as in generation: PyTorch's threads must not alternate with those of the kernels
             return int(logits.argmax())
 
     return Loaded(step, model.config.vocab_size)
@@ -223,7 +223,7 @@ def load_transformers(spec: dict[str, Any]) -> Loaded:
 
 
 def random_prompt(vocabulary: int, length: int) -> list[int]:
-    """Return random ids, without the lowest ones, which are often control tokens."""
+    """Return random ids. The lowest ids are left out, since they are often control tokens."""
     rng = random.Random(0)
     return [rng.randrange(min(3, vocabulary - 1), vocabulary) for _ in range(length)]
 
@@ -237,7 +237,7 @@ LOADERS: dict[str, Callable[[dict[str, Any]], Loaded]] = {
 
 @contextlib.contextmanager
 def process(python: str, spec: dict[str, Any]) -> Iterator[Callable[[str], dict[str, float]]]:
-    """Start an engine; the function that is yielded runs a turn, "prefill" or "decode", and returns its speeds."""
+    """Start an engine. Yield a function that runs a turn, "prefill" or "decode", and returns the turn's speeds."""
     words = [python, __file__, "--worker", json.dumps(spec)]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8") as child:
 

@@ -23,7 +23,7 @@ FIGURES: dict[str, Figure] = {}
 
 
 def picture(data: Callable[[], Data], size: tuple[float, float], caption: str) -> Callable[[Draw], Draw]:
-    """Register the figure that the decorated function draws. Its name is that of `data`, without "_data"."""
+    """Register the figure that the decorated function draws. The figure's name is that of `data`, without "_data"."""
 
     def register(draw: Draw) -> Draw:
         name = data.__name__.removesuffix("_data")
@@ -72,7 +72,7 @@ def dogs_draw(data: Data, canvas: Canvas) -> None:
 
 # ------------------------------------------------------------------------------- lesson 2: the product of two codes
 def codes_product_data() -> Data:
-    """distance (positions), product: p_s · p_t of sinusoidal codes of width 128."""
+    """Columns: distance in positions; product, p_s · p_t of sinusoidal codes of width 128."""
     codes = measures.sinusoids(torch.arange(401), 128)  # (N, C)
     return columns(("distance", "product"), enumerate((codes @ codes[0]).tolist()))
 
@@ -249,7 +249,7 @@ def clock_draw(data: Data, canvas: Canvas) -> None:
 
 # ------------------------------------------------------------------------------- lesson 7: a quarter of the distance
 def quarter_data() -> Data:
-    """distance (tokens), pair, angle (radians): at 1/4, and at the integer where pair 0 has nearly its angle of 1/4."""
+    """Columns: distance, pair, angle (radians); at 1/4, and at the integer where pair 0 has nearly the angle of 1/4."""
     omega, whole = measures.frequencies(128).numpy(), np.arange(2048)
     like = int(np.abs((whole - 0.25 + np.pi) % (2 * np.pi) - np.pi).argmin())
     return columns(("distance", "pair", "angle"), [(d, i, d * omega[i]) for d in (0.25, like) for i in (0, 3, 6, 9)])
@@ -297,11 +297,11 @@ picture(
 
 
 # ---------------------------------------------------------------------------------------- lesson 9: three kinds of keys
-AIMED = 500  # the distance that the third key is made for
+AIMED = 500  # distance for which the third key is made
 
 
 def decay_data() -> Data:
-    """line, distance (tokens), value: expected scores of three kinds of keys; low, high: a standard deviation away."""
+    """Columns: line, distance; value, the expected score; low and high, one standard deviation below and above it."""
     at, inv_freq = torch.arange(1001), measures.frequencies(64, 1e5)
     equal, aimed = (64 * measures.mean_cosine(inv_freq, at - d).numpy() for d in (0, AIMED))
     lines = {"k = q": (equal, 0), f"k made for {AIMED}": (aimed, 0), "k unrelated to q": (0 * equal, 64**0.5)}

@@ -15,7 +15,7 @@ from PIL import Image
 
 from llama.study.figure import Data, Figure, image
 
-DARK, LIGHT = 0.08, 0.92  # lightness of a dark page, and of text on it
+DARK, LIGHT = 0.08, 0.92  # lightness of a dark page, and that of its text
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 DRAWN_BY = re.compile(r"<!-- matplotlib ([\d.]+), data (\w+) -->\n")
 TAG = re.compile(r"<[^>]*>")

@@ -2,7 +2,7 @@
 
 usage: python scripts/make_tiny.py OUT --like llama-3.1-405b [--shards 16] [--format meta|hf|gguf]
 
-It has the properties that make a family hard to load: grouped heads, key/value heads stored twice if there are more
+The miniature has what makes a family hard to load: grouped heads, key/value heads stored twice if there are more
 shards than heads, the embedding split along its columns or its rows, RoPE tables in the files of LLaMA 1 and 2, the
 feed-forward width by Meta's formula, output matrices that repeat the embedding, row-scaled float8, 4-bit groups with
 low-rank adapters, and the family's kind of tokenizer. Sizes are small and all different, so that a mix-up fails.
@@ -31,7 +31,7 @@ from llama.config import ModelConfig
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 HEAD_DIM, MULTIPLE_OF = 16, 16
 
-# The training text of the miniature tokenizers. A change of it changes their vocabularies.
+# The training text of the miniature tokenizers. Changing the text changes their vocabularies.
 TEXT = """
 A model that reads text without positions sees a bag of words: the dog bites the man, the man bites the dog. So each
 word is given its place. One way adds a wave to every word; another turns the queries and the keys, each pair of
@@ -60,7 +60,7 @@ def real_config(like: str) -> ModelConfig:
 
 
 def tiny_config(like: str, shards: int = 1, n_layers: int = 2) -> ModelConfig:
-    """The real architecture with small sizes; kind of attention, tying, RoPE and context length are unchanged."""
+    """The real architecture with small sizes. Kind of attention, tying, RoPE and context length are unchanged."""
     real = real_config(like)
     grouped = real.n_heads != real.n_kv_heads
     n_kv_heads = (8 if shards > 1 else 2) if grouped else max(4, shards)
@@ -222,7 +222,7 @@ def quantize_fp8(pieces: dict[str, list[Tensor]], config: ModelConfig) -> list[d
 def quantize_int4(pieces: dict[str, list[Tensor]], spinquant: bool, group: int = 32) -> dict[str, Any]:
     """Quantize linear layers to 4 bits in groups, embedding and output to 8 bits per row, all in place.
 
-    Returns the entries of params.json for it.
+    Returns the entries of params.json for this quantization.
     """
     generator = torch.Generator().manual_seed(1)
     for name in [name for name, parts in pieces.items() if parts[0].dim() == 2]:

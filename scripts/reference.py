@@ -61,7 +61,7 @@ SECTIONS: dict[str, tuple[str, list[Any]]] = {
         ],
     ),
 }
-AS_OPTIONS = (loader.LoadOptions, llama.SamplingParams)  # their fields are options of the command line
+AS_OPTIONS = (loader.LoadOptions, llama.SamplingParams)  # classes whose fields are options of the command line
 
 
 # ------------------------------------------------------------------------------------------------------------- prose

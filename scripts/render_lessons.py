@@ -94,10 +94,10 @@ def parse(text: str) -> list[Cell]:
 def execute(cells: list[Cell], name: str = "lesson") -> dict[str, Any]:
     """Run the cells in order and fill in what they print. Returns the names that the code defined.
 
-    A check sees all names, and code only those of code: a notebook has no checks. A solution runs in place of its task.
+    A check sees all names. Code sees only names of code, since a notebook has no checks. A solution replaces its task.
     """
     names: dict[str, Any] = {"__name__": name}
-    hidden: dict[str, Any] = {}  # what the checks defined
+    hidden: dict[str, Any] = {}  # the names that checks defined
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the results must not depend on the machine's cores
     torch.set_printoptions(profile="default")
@@ -125,7 +125,7 @@ def execute(cells: list[Cell], name: str = "lesson") -> dict[str, Any]:
 
 
 def _run(code: str, file: str, names: dict[str, Any]) -> str:
-    """Run code as a notebook does: what it printed, and the value of its last line."""
+    """Run code as a notebook does. Return what it printed, and the value of its last line."""
     linecache.cache[file] = (len(code), None, code.splitlines(keepends=True), file)  # for tracebacks
     tree = ast.parse(code, file)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
@@ -204,7 +204,7 @@ def render(lesson: Path) -> dict[Path, str]:
 
 
 def stale(file: Path, content: str) -> bool:
-    """Whether a committed file differs: by its text, but for VOLATILE, or a figure visibly."""
+    """Whether a committed file is out of date: a figure looks different, or a text differs outside of VOLATILE."""
     if not file.exists():
         return True
     if file.suffix == ".svg":

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mkdocs.structure.files import Files
 
 SECTIONS = ("start", "guides", "learn", "reference", "evidence")
-PAGE, MARK = "learn/rope.html", "<!-- the RoPE page -->\n"  # its file on the site, and its place in a page
+PAGE, MARK = "learn/rope.html", "<!-- the RoPE page -->\n"  # the RoPE page: its file, its place
 FRAME = '[Open the page alone.]({0})\n\n<iframe class="page" src="{0}" title="The RoPE page"></iframe>'
 
 FENCE = re.compile(r"^( *)```.*?^\1```$", re.DOTALL | re.MULTILINE)
@@ -25,9 +25,9 @@ PICTURE = re.compile(
     r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="([^"]+)">\s*'
     r'<img alt="([^"]*)" src="([^"]+)">\s*</picture>'
 )
-LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^)\s:#]+)(?:#[^)\s]*)?\)")  # its text, and the file
+LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^)\s:#]+)(?:#[^)\s]*)?\)")  # the link's text, its file
 LIST = re.compile(r"^((?![-*+>|#<\s]|\d+\. ).+\n)(?=(?:[-*+]|1\.) )", re.MULTILINE)  # a paragraph directly above a list
-ROW, CODE = re.compile(r"^\|.*\|$", re.MULTILINE), re.compile(r"`[^`\n]*`")  # of a table
+ROW, CODE = re.compile(r"^\|.*\|$", re.MULTILINE), re.compile(r"`[^`\n]*`")  # a row of a table, and code in a line
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -43,7 +43,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def ordered(docs: Path, pages: list[str]) -> list[str]:
-    """The pages by section, and in each in the order in which its index page, or the one of all pages, links them."""
+    """The pages by section, and within a section in the order of the links in its index page or that of all pages."""
     linked: dict[str, int] = {}
     for index in sorted(docs.rglob("README.md"), key=lambda file: (-len(file.parts), file)):
         lines = sorted(index.read_text().splitlines(), key=lambda line: not line.startswith("|"))  # tables, then prose

@@ -4,7 +4,7 @@ usage: python scripts/three_back.py [--steps 240] [--layers 1]
 
 Each text is random, so only the position of a token says which token is three back. The model is llama.Transformer. All
 encodings start from the same weights and read the same texts of 32 tokens; "added" multiplies the embeddings by sqrt(C)
-before the sum. A line of the curve is the mean loss since the line before, over three models, one for each seed; all
+before the sum. A line of the curve is the mean loss since the line before, over three models, one for each seed. All
 texts are new. At the end each model reads texts of 128 tokens. Each run on the same processor prints equal digits.
 """
 

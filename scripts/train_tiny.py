@@ -129,7 +129,7 @@ def main() -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
-    torch.set_num_threads(1)  # another order of summation changes the last bits, and training amplifies that
+    torch.set_num_threads(1)  # threads change the order of sums, hence the last bits, and training amplifies this
     torch.use_deterministic_algorithms(True)
     model = train(as_bytes(training), args.steps, args.batch, args.seed)
     save(model, args.out)

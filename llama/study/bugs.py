@@ -1,7 +1,7 @@
 """Bugs that people write in position encodings: a wrong line, what it causes, and the right line.
 
-`clearllama study bugs` lists the wrong lines; predict an effect first. Each bug is one row of BUGS. The
-library computes the bug's evidence twice: by the wrong line and by the right line.
+`clearllama study bugs` lists the wrong lines, so that you can predict each effect. Each bug is one row of
+BUGS. Its evidence is computed twice: by the wrong line and by the right line.
 Letters: B batch, T tokens, H heads, S cached keys, D head_dim.
 """
 
@@ -27,7 +27,7 @@ from .measures import frequencies, sinusoids
 from .perplexity import tiny_folder
 from .report import Table, Value, table_lines
 
-Row = tuple[str, Value, Value]  # a quantity, its value by the wrong line, its value by the right line
+Row = tuple[str, Value, Value]  # name of a quantity, its value by the wrong line, by the right line
 
 
 @dataclass(frozen=True)
@@ -267,7 +267,7 @@ BUGS = {
             "pairs",
             "q = view_as_complex(wq(x).unflatten(-1, (-1, 2)))  # wq as in Hugging Face's file",
             "Does the code fail? Does the score still depend on the distance alone?",
-            "wq = to_interleaved_layout(wq, head_dim)  # first, and wk alike",
+            "wq = to_interleaved_layout(wq, head_dim)  # once, after loading; wk too",
             "In such a file, pair i is (x[i], x[i + D/2]). Read as neighbours, the entries still rotate, and the score"
             " depends on the distance alone: no shape and no test of that law shows the bug. But each entry gets the"
             " frequency of another pair, and the scores are wrong except at distance 0.",

@@ -7,7 +7,7 @@ scores (`bias`). `scores` below computes the scores of one head and calls all th
     sinusoidal  embed: x + the fixed table of Attention Is All You Need (arXiv:1706.03762)
     learned     embed: x + one trained vector per position; positions beyond the trained ones have no vector
     rope        turn: q and k are rotated by the angles position * inv_freq (arXiv:2104.09864)
-    alibi       bias: minus slope * distance (arXiv:2108.12409)
+    alibi       bias: -slope * distance (arXiv:2108.12409)
 
 All computations are in float64 and for one head. Letters: N tokens, C model dim, D head_dim.
 """
@@ -31,7 +31,7 @@ class Encoding:
         return x
 
     def turn(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Queries or keys x (N, D) as used in the score; values are never passed here."""
+        """The queries or keys x (N, D) that the score uses; values are never passed here."""
         return x
 
     def bias(self, positions: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class Sinusoidal(Encoding):
 
 
 class Learned(Encoding):
-    """Adds a trained vector to each embedding: table (length, C). Raises ContextLengthError beyond the table."""
+    """Adds row `position` of a trained table (length, C) to each embedding. Raises ContextLengthError beyond it."""
 
     def __init__(self, table: Tensor):
         self.table = table.double()

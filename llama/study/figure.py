@@ -40,7 +40,7 @@ LINES: list[dict[str, Any]] = [
     {"color": "#01665e", "linestyle": (0, (10, 2, 2, 2))},
     {"color": "#c51b7d", "linestyle": (0, (2, 1))},
 ]
-COLOURS = {"q": "#2166ac", "k": "#bf5600", "v": "#1b7837"}  # for queries, keys and values in every picture
+COLOURS = {"q": "#2166ac", "k": "#bf5600", "v": "#1b7837"}  # of queries, keys and values, the same in every picture
 THIN: dict[str, Any] = {"color": "#8c8c8c", "linewidth": 0.8}  # the style of lines behind the data
 MARKERS = ["o", "s", "^", "D", "v", "x", "+", "*", "P", "<"]
 FORMATS = (".png", ".svg", ".csv")
@@ -53,7 +53,7 @@ STYLE: Any = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "legend.frameon": False,
-    "svg.hashsalt": "clearllama",  # the same data produces the same bytes
+    "svg.hashsalt": "clearllama",  # a fixed salt: the same data produces the same bytes
     "svg.fonttype": "none",
 }
 
@@ -81,7 +81,7 @@ class Figure:
 
 
 def check(file: Path) -> None:
-    """Raise UsageError unless a figure can be written in the format that the name of the file asks for."""
+    """Raise UsageError if the file's ending is not in FORMATS, or if its format needs matplotlib, which is missing."""
     if file.suffix.lower() not in FORMATS:
         raise UsageError(f"{file}: expected a file name ending in {', '.join(FORMATS)}")
     if file.suffix.lower() != ".csv" and importlib.util.find_spec("matplotlib") is None:
@@ -123,9 +123,9 @@ def pair_colour(pair: int, pairs: int) -> str:
 def draw_lines(
     axes: Axes, data: Data, x: str, y: str, line: str, names: Iterable[str], markevery: tuple[int, int] | None = None
 ) -> None:
-    """Plot column y over column x, one line for each name in the column `line`, with LINES in order.
+    """Plot column y over column x, one curve for each name in the column `line`, in the styles of LINES.
 
-    markevery  (n, k) marks every k-th point, and starts n points later on each further line; None marks none
+    markevery  (n, k) marks every k-th point, and starts n points later on each further curve; None marks no point
     """
     for number, name in enumerate(names):
         rows, style = data[line] == name, dict(LINES[number % len(LINES)])

@@ -95,5 +95,5 @@ def softmax_jacobian(scores: Tensor) -> Tensor:
     """
     p = scores.double().softmax(-1)  # (.., N)
     apart = 1 - torch.eye(p.shape[-1], dtype=p.dtype, device=p.device)  # (N, N): 1 where i != j
-    moved = p.unsqueeze(-1) * p.unsqueeze(-2) * apart  # (.., N, N): how much weight i loses when score j is raised
+    moved = p.unsqueeze(-1) * p.unsqueeze(-2) * apart  # (.., N, N): p_i p_j where i != j, else 0
     return torch.diag_embed(moved.sum(-1)) - moved

@@ -38,8 +38,8 @@ PLACES = [
 FACT = "\nThe magic number of {} is {}.\n"
 QUESTION = "\nThe magic number of {} is"
 DIGITS = 5
-PER_LENGTH = 8  # facts in each trained length
-EDGES = (0.5, 1, 1.25, 1.5, 1.75, 2, 3, 4)  # lengths at which the model is asked, in trained lengths
+PER_LENGTH = 8  # number of facts in each stretch of one trained length
+EDGES = (0.5, 1, 1.25, 1.5, 1.75, 2, 3, 4)  # when the model is asked, as multiples of the trained length
 METHODS = ("none", "linear:2", "ntk:2", "ntk:4", "yarn:2")
 
 
@@ -51,8 +51,8 @@ class Recall(NamedTuple):
     read     tokens that the model had read
     at       position of the fact
     nats     mean of -log p of the number's tokens
-    right    share of these tokens that were the most probable ones, each after the true tokens before it. It is 1
-             exactly if the model, decoding greedily, would write the number: each of its tokens is then the true one
+    right    share of these tokens that are the model's most probable token, given the true tokens before. The share
+             is 1 exactly if greedy decoding writes the whole number
     text     mean of -log p of the text's own tokens, from the previous length at which the model was asked up to `read`
     """
 
@@ -144,7 +144,7 @@ def answer(net: Transformer, cache: KVCache, ids: Sequence[int], start: int) -> 
 
 
 def lengths(trained: int, length: int) -> list[int]:
-    """The lengths at which the model is asked: the end of the text, and those edges that are not right before it."""
+    """The lengths at which the model is asked: each edge that is not just before the end of the text, and the end."""
     return [read for read in (round(edge * trained) for edge in EDGES) if read + trained // 8 < length] + [length]
 
 
@@ -161,7 +161,7 @@ def measure(
 
     text      by default the book that is included with tiny-kjv
     length    by default 1.75 times the trained length
-    progress  called with the method, and the completed tokens and all tokens of its run
+    progress  called with the method, the number of completed tokens and that of all tokens of the run
 
     Raises UsageError if the text is too short or the length out of range.
     """

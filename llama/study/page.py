@@ -20,7 +20,7 @@ from ..rope_scaling import inverse_frequencies
 from .measures import stretching
 
 METHODS = ("default", "linear", "ntk", "dynamic", "yarn", "llama3")
-# settings of the page's self-check: head_dim, base, trained length, stretch; the first three are Llama 1 to 3.1
+# settings of the page's self-check: head_dim, base, trained length, stretch; the first three rows are Llama 1 to 3.1
 CHECKED = (
     (128, 10000.0, 2048, 4.0),
     (128, 10000.0, 4096, 8.0),
@@ -31,7 +31,7 @@ CHECKED = (
     (80, 31415.9, 3000, 2.7),
     (16, 10000000.0, 131072, 32.0),
 )
-WIDEST = 256  # entries of the page's fixed query and key; a smaller head uses the first of them
+WIDEST = 256  # length of the page's fixed query and key; a smaller head uses their first entries
 
 
 def html() -> str:
@@ -40,7 +40,7 @@ def html() -> str:
     shared = {kind: trace_page.read(f"shared.{kind}") + trace_page.read(f"tokens.{kind}") for kind in ("css", "js")}
     parts = {"page.css": shared["css"] + part("page.css"), "page.js": part("rope.js") + shared["js"] + part("view.js")}
     parts |= {f"hash of {name}": trace_page.hashed(text) for name, text in parts.items()}
-    parts |= {"data": data.replace("<", "\\u003c"), "version": __version__}  # no text can close the script element
+    parts |= {"data": data.replace("<", "\\u003c"), "version": __version__}  # no "</script>" in the data
     return re.sub(r"\{\{(.+?)\}\}", lambda match: parts[match[1]], part("page.html"))
 
 

@@ -25,13 +25,13 @@ from ..tools.perplexity import nats, start_ids
 from .measures import stretching
 
 TINY = "tiny-kjv"  # trained by scripts/train_tiny.py and shipped with the package
-EDGES = (0.5, 1, 1.25, 1.5, 2, 3, 4, 6, 8)  # ends of the buckets, in trained lengths
+EDGES = (0.5, 1, 1.25, 1.5, 2, 3, 4, 6, 8)  # ends of the buckets, as multiples of the trained length
 METHODS = ("none", "linear:4", "ntk:4", "ntk:16", "dynamic:1", "yarn:4")
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Results. nats maps each method to -log p of each token: (windows, length)."""
+    """Results of `measure`. `nats` has, for each method, -log p of each token: (windows, length)."""
 
     model: str
     dtype: str
@@ -48,7 +48,7 @@ class Measurement:
 
 
 def scalings(methods: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Method -> its scaling. Raises UsageError as `scaling_of` does."""
+    """Map each method to its scaling. Raises UsageError as `scaling_of` does."""
     return {method: scaling_of(method) for method in map(str.strip, methods)}
 
 
@@ -118,7 +118,7 @@ def measure(
     """Measure `windows` windows of `length` tokens of a text under each method.
 
     length    tokens of a window; by default 8 times the trained length
-    progress  called with the method, and the completed tokens and all tokens of its run
+    progress  called with the method, the number of completed tokens and that of all tokens of the run
 
     Raises UsageError when the text is too short.
     """

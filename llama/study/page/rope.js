@@ -201,7 +201,7 @@ const Rope = (() => {
     };
   }
 
-  /** A setting as the part of an address after #. */
+  /** The part of the page's address after #, which stores a setting. */
   const toHash = (state) =>
     Object.keys(START)
       .filter((key) => key !== "length" || state.length !== target(state)) // a full text is the default
@@ -230,7 +230,7 @@ const Rope = (() => {
       values[key] = value;
       state = change(state, key === "n" && given.m ? { m: state.m, n: value } : { [key]: value });
     }
-    // settings that were changed again by a later one, for example n above m
+    // add each setting that a later setting changed again, for example n above m
     ignored.push(...Object.keys(values).filter((key) => state[key] !== values[key]));
     return { state, ignored };
   }

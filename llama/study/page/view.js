@@ -44,7 +44,7 @@
     return { ...plot, x: (i) => plot.left + (plot.width * (i + 0.5)) / pairs, half: plot.width / pairs / 2 };
   }
 
-  /** The area in which a click selects what it is over: pair or distance. It is the last in its picture. */
+  /** The area for clicks: a click selects the pair or distance under the pointer. It is drawn last, over its picture. */
   const pickArea = (plot, of) => box(plot.left, plot.top, plot.width, plot.bottom - plot.top, "pick", of);
 
   /** Points on a curve, at most 6 pixels apart. */
@@ -87,7 +87,7 @@
     return [...shown].sort((a, b) => a - b);
   }
 
-  /** A dial for each pair: draw(pair, x, y, radius) returns its shapes and two lines of text, the second of a kind. */
+  /** A dial for each pair: draw(pair, x, y, radius) returns shapes, two lines of text, and the second line's class. */
   function dialSheet(name, shown, selected, draw) {
     const width = id(name).clientWidth, few = width < 560, columns = Math.min(shown.length, few ? 3 : 6), cell = width / columns;
     const radius = Math.min(cell / 2 - (few ? 10 : 13), 62), tall = 2 * radius + 82, height = tall * Math.ceil(shown.length / columns);
@@ -511,7 +511,7 @@
     const now = Rope.pairs(state);
     follow();
     const made = Object.keys(pictures).map((name) => [name, pictures[name](state, now, name === "clock" ? seen : state)]);
-    for (const [name, picture] of made) show(name, picture); // drawing changes the layout, so all are made before one is shown
+    for (const [name, picture] of made) show(name, picture); // showing a picture changes the layout, so all are made first
     if (id("numbers").open) id("numbers").querySelector(".table").replaceChildren(table(state, now));
   }
 
@@ -523,7 +523,7 @@
 
   // -------------------------------------------------------------------------------------------------------- animation
   const moving = {}; // name -> its next frame
-  /** Call show(part) with part from 0 to 1, once a frame for some ms, in place of what moves under this name. */
+  /** Call show(part) with part from 0 to 1, once a frame for some ms, and stop an earlier animation of this name. */
   function move(name, ms, show) {
     const began = performance.now();
     const step = (time) => {
@@ -715,14 +715,14 @@
     lastWidth = dialled.clientWidth;
   }).observe(document.querySelector("main"));
   addEventListener("beforeprint", draw);
-  const opens = !location.hash && !calm.matches; // then both tokens move to their start
+  const opens = !location.hash && !calm.matches; // the page opens with both tokens moving to their start
   load();
   if (opens) {
     set({ m: state.m - OPENING, n: state.n - OPENING });
     play("both", Rope.START.m);
     const end = (event) => {
       for (const kind of ["pointerdown", "keydown"]) removeEventListener(kind, end);
-      if (!event.target.closest?.("[data-play]")) stop(); // those buttons stop it themselves
+      if (!event.target.closest?.("[data-play]")) stop(); // a click on such a button stops the movement itself
     };
     for (const kind of ["pointerdown", "keydown"]) addEventListener(kind, end);
   }

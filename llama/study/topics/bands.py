@@ -47,7 +47,7 @@ class Heads(NamedTuple):
 
     inv_freq  (D/2,)
     share     the share of each pair in each head's sum of |q_i||k_i|, (L * H, D/2)
-    previous  stopped part -> the weight of each head on the previous token, (L * H,)
+    previous  for each stopped part, the weight of each head on the previous token, (L * H,)
     losses    the loss for each stopped part, (6,) nats per token
     """
 
@@ -123,9 +123,9 @@ def _report(found: Heads) -> Report:
 
 
 def _data(found: Heads) -> Data:
-    """Panel "pairs": per kind of head and pair x, the mean share y, and the tenths low and high of the heads.
+    """Panel "pairs": per kind of head and pair x, the mean share y, and the quantiles low (10 %) and high (90 %).
 
-    Panel "heads": per head, x the share of the fastest quarter, y the weight on the previous token.
+    Panel "heads": per head, x is the share of the fastest quarter and y the weight on the previous token.
     """
     share, previous = found.share, found.previous
     rows: list[tuple[object, ...]] = []

@@ -1,4 +1,4 @@
-"""The common bugs as one report: their wrong lines. `clearllama study bugs NAME` shows the effect of one."""
+"""A report that lists the wrong lines of all common bugs. `clearllama study bugs NAME` shows the effect of one."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ class Compared(NamedTuple):
     inv_freq   (D/2,)
     shares     for each octave of distances from 2^n on (n, 2): how often a key scores higher at distance r than at 2 r,
                and how often two keys have the same order at r as at 0
-    strongest  for the strongest pair of each head (heads, 3): its number, |mean q_i conj(k_i)| / mean |q_i| |k_i|, the
-               mean's angle
+    strongest  the strongest pair i of each head (heads, 3): i, |mean q_i conj(k_i)| / mean |q_i| |k_i|, and the angle
+               of mean q_i conj(k_i)
     """
 
     model: str
@@ -98,14 +98,14 @@ def _report(found: Compared) -> Report:
             Table("strongest pair of each head", ("pair", "heads", "agreement", "angle", "wavelength"), pairs),
         ),
         "The bound is relative to distance 0. The other columns are shares of random combinations of a query and keys"
-        " of the text, over all heads; a coin has 0.5. Agreement is 1 if q_i conj(k_i) has the same angle for all"
-        " tokens; at an angle of 90 degrees the pair adds -sin(r ω), which falls for a quarter turn.",
+        " of the text, over all heads; chance is 0.5. Agreement is 1 if q_i conj(k_i) has the same angle for all"
+        " tokens; at an angle of 90 degrees the pair adds -sin(r ω), which falls until r ω is a quarter turn.",
         {"model": model, "pairs": len(inv_freq), "trained context": trained},
     )
 
 
 def _order(found: Compared) -> Data:
-    """line, distance (tokens, the start of an octave), share of combinations, context (the trained length)."""
+    """Columns: line; distance, the start of an octave; share of the combinations; context, the trained length."""
     rows = [
         (line, 2**octave, round(share, 4), found.trained)
         for line, shares in zip((NEARER, KEPT), found.shares.T.tolist(), strict=True)

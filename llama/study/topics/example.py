@@ -10,8 +10,8 @@ from ..figure import Canvas, Data, Figure, columns, pair_colour
 from ..report import Report, Table
 from .base import Topic
 
-# Batch 2, 5 tokens, 2 query heads that share 1 key head, 8 entries per head. The values count up, so that each value
-# identifies its entry.
+# Batch 2, 5 tokens, 2 query heads that share 1 key head, 8 entries per head. The values are 0, 1, 2, ..: each
+# value is the index of its entry.
 XQ = torch.arange(160.0).reshape(2, 5, 2, 8)  # (B, T, H, D)
 XK = torch.arange(80.0).reshape(2, 5, 1, 8)  # (B, T, KV, D)
 

@@ -75,9 +75,9 @@ def _report(found: Found) -> Report:
             Table("numbers that the model writes completely right", heads, rows("numbers")),
             Table("perplexity of the text before that length", heads, rows("perplexity", 1)),
         ),
-        "Facts such as 'The magic number of Lima is 29305.' stand in a text. The model is asked for those of the first"
-        " trained length after as many trained lengths as the column says. A guessed digit is right in 1 of 10 cases."
-        " Without -m MODEL, the results are those stored in the package.",
+        "Facts such as 'The magic number of Lima is 29305.' stand in a text. A column's number says how many"
+        " trained lengths the model has read when it is asked for the facts of the first one. A guessed digit is right"
+        " in 1 of 10 cases. Without -m MODEL, the results are those stored in the package.",
         {"model": found.model, "trained": found.answers[0].trained},
     )
 

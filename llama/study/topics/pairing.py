@@ -65,7 +65,7 @@ def perplexities(model: str) -> tuple[float, float]:
 
 
 def pairing_data() -> Data:
-    """entry (its index), its partner in both layouts, and its index after the conversion (goes_to)."""
+    """Columns: index of an entry, of its partner in each layout, and of the entry after the conversion (goes_to)."""
     entry = np.arange(8)
     goes_to = torch.argsort(rope.interleaved_to_half(torch.arange(8))).numpy()
     return {"entry": entry, "partner_interleaved": entry ^ 1, "partner_half": (entry + 4) % 8, "goes_to": goes_to}

@@ -53,7 +53,7 @@ def report() -> Report:
 
 
 def precision_data() -> Data:
-    """table, position (tokens), error: the largest error of cos and sin over all pairs, against float64.
+    """Columns: table, position, error: the largest error of cos and sin over all pairs, against float64.
 
     A point is the worst of up to 12 neighboring positions, since single positions may happen to be exact.
     """

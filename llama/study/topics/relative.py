@@ -93,12 +93,12 @@ def relative_data() -> Data:
 
 
 AT = 6  # the distance of the vertical line
-TITLES = {"none": "no encoding", "rope": "RoPE", "alibi": "ALiBi"}  # of the others: their names
+TITLES = {"none": "no encoding", "rope": "RoPE", "alibi": "ALiBi"}  # other encodings: their names
 
 
 def relative_draw(data: Data, canvas: Canvas) -> None:
     *panels, last = canvas.subplots(2, 3).flat
-    styles = [LINES[0], LINES[1], LINES[6]]  # not the colours of q, k and v
+    styles = [LINES[0], LINES[1], LINES[6]]  # colours that do not mean q, k or v
     for axes, name in zip(panels, dict.fromkeys(data["encoding"].tolist()), strict=True):
         axes.axvline(AT, **THIN)
         for number, (m, style) in enumerate(zip(dict.fromkeys(data["m"].tolist()), styles, strict=True)):

@@ -80,14 +80,14 @@ class Stretch:
         return int((self.slow() & (met > self.context * self.frequencies() * (1 + 1e-6))).sum())
 
     def some_pairs(self) -> list[int]:
-        """A few pairs over the range: the quarters, and the first that doesn't finish a turn."""
+        """A few pairs: those at the quarters of the range, and the first that doesn't finish a turn in training."""
         count = self.head_dim // 2
         first_slow = torch.nonzero(self.slow()).flatten().tolist()[:1]
         return sorted({0, count // 4, count // 2, 3 * count // 4, count - 1, *first_slow})
 
 
 class Scaled(NamedTuple):
-    """The settings; method -> frequencies (D/2,) and factor of cos and sin; model and configuration of a checkpoint."""
+    """Settings; per method, frequencies (D/2,) and factor of cos and sin; name and configuration of a checkpoint."""
 
     stretch: Stretch
     by_method: dict[str, tuple[Tensor, float]]
@@ -157,7 +157,7 @@ def _report(found: Scaled) -> Report:
 
 # ---------------------------------------------------------------------------------------------------- figure: divisor
 def _divisors(found: Scaled) -> Data:
-    """method, pair, divisor; slow: whether the pair, unscaled, stays below one turn within the trained context."""
+    """Columns: method, pair, divisor; slow, True if the unscaled pair stays below one turn in training."""
     stretch, scaled, *_ = found
     plain = stretch.frequencies()
     return {
@@ -192,7 +192,7 @@ ARCS = {"default": "unscaled", "linear": "PI", "ntk": "NTK-aware", "yarn": "YaRN
 
 
 def seen_arc_data(head_dim: int = 128, theta: float = 10000.0, context: int = 2048, factor: float = 4.0) -> Data:
-    """method, pair; seen and met: arc covered in training and at the target length, in radians, at most 2 pi."""
+    """Columns: method, pair; the arcs seen in training and met at the target length, in radians, at most 2 pi."""
     stretch = Stretch(head_dim, theta, context, factor)
     pairs = stretch.some_pairs()
     seen = seen_arc(stretch.frequencies(), context)[pairs].numpy()  # training was without scaling

@@ -1,4 +1,4 @@
-"""Sinusoids: the table of the first Transformer as hands of a clock, as digits, and its one law, M_k.
+"""Sinusoids: the table of the first Transformer, read as hands of a clock and as digits, and its law of shifts.
 
 The code of position t + k is M_k times the code of t, with the same matrix for every t.
 """

@@ -10,7 +10,7 @@ from ..results import json_lines
 from .base import Topic
 
 FILE = "encodings.jsonl"  # written by scripts/compare_encodings.py
-TRAINED, BUCKET = 128, 16  # the context in training, and the positions of each stored mean
+TRAINED, BUCKET = 128, 16  # the context in training; each stored loss is a mean over BUCKET positions
 STRETCHES = ((0, 128), (128, 160), (160, 256), (256, 384), (384, 512))
 NAMES = {
     "none": "no encoding",
@@ -23,7 +23,7 @@ NAMES = {
 
 
 def losses() -> dict[str, np.ndarray]:
-    """Encoding -> loss in nats per byte: (seeds, buckets of 16 positions)."""
+    """Map each encoding to its loss in nats per byte: (seeds, buckets of 16 positions)."""
     runs = json_lines(FILE)
     found = {name: [run["loss"] for run in runs if run["encoding"] == name] for name in NAMES if name != "rope+yarn"}
     found["rope+yarn"] = [run["loss_yarn"] for run in runs if run["encoding"] == "rope"]
@@ -31,7 +31,7 @@ def losses() -> dict[str, np.ndarray]:
 
 
 def report() -> Report:
-    """Mean loss over stretches of positions, for each encoding; the deviation is that of the seeds."""
+    """Mean loss over stretches of positions, for each encoding, and the standard deviation over the seeds."""
     run, rows = json_lines(FILE)[0], list[tuple[str | float, ...]]()
     for name, found in losses().items():
         means = [found[:, first // BUCKET : last // BUCKET].mean(1) for first, last in STRETCHES]  # (seeds,) each
