@@ -20,7 +20,7 @@ from ..errors import NumericalError, UsageError
 from ..model import Transformer
 from ..text import Llama
 from .hooks import Place, patch, transformer
-from .patching import Earlier, last_logits, run
+from .patching import Earlier, last_logits, one_text, result, run
 from .trace import direct_effects, readout, recording, sink
 
 STEP = 256  # tokens that all layers compute in one step, at most, as in a chunk of a prompt
@@ -47,8 +47,27 @@ class AblationGrid:
     induction: Tensor | None
 
 
-@torch.inference_mode()
 def ablation_grid(
+    model: Transformer | Llama,
+    ids: Sequence[int] | Tensor,
+    token: int,
+    against: int,
+    mean: bool = False,
+    position: int | None = None,
+) -> AblationGrid:
+    """Ablate every head and every MLP layer, one at a time, and compare the logits of `token` and `against`.
+
+    ids       of one text, (T,) or (1, T)
+    mean      replace an output by its mean over the text, in place of zero
+    position  ablate at this token only; None: at all tokens
+
+    Raises UsageError on a text of fewer than two tokens, NumericalError if a logit is not finite.
+    """
+    return result(ablation_steps(model, one_text(ids), token, against, mean, position))
+
+
+@torch.inference_mode()
+def ablation_steps(
     model: Transformer | Llama,
     ids: Sequence[int],
     token: int,
@@ -56,14 +75,7 @@ def ablation_grid(
     mean: bool = False,
     position: int | None = None,
 ) -> Generator[tuple[int, int], None, AblationGrid]:
-    """Ablate every head and every MLP layer, one at a time, and compare the logits of `token` and `against`.
-
-    mean      replace an output by its mean over the text, in place of zero
-    position  ablate at this token only; None: at all tokens
-
-    Yields (steps done, all steps) after each step, and returns the grid. Nothing below an ablated layer is computed
-    again. Raises UsageError on a text of fewer than two tokens, NumericalError if a logit is not finite.
-    """
+    """`ablation_grid` in steps: yields (steps done, all steps). Nothing below an ablated layer is computed again."""
     model = transformer(model)
     if len(ids) < 2:
         raise UsageError("an ablation grid needs a text of at least two tokens")

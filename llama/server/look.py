@@ -33,7 +33,7 @@ from ..generate import prefill_chunks, room_for
 from ..generation.answer import Job
 from ..generation.prefix import shared_prefix
 from ..inside import trace, trace_page
-from ..inside.ablation import ablation_grid, without_sources
+from ..inside.ablation import ablation_steps, without_sources
 from ..inside.exact import can_copy, float32_copy, float32_logits, rounding
 from ..inside.hooks import Function, activations, patch
 from ..inside.intervene import ablated
@@ -351,8 +351,8 @@ class Looks:
         yield {"without": [_short(x) for x in found]}
 
     def grid(self, ids: list[int], off: Heads = (), **options: Any) -> Steps:
-        """How far the ablation grid is, then the grid; options as of `ablation_grid`."""
-        grid = yield from self._progress(ablation_grid(self.exact, ids, **options), off)
+        """How far the ablation grid is, then the grid; options as of `ablation_steps`."""
+        grid = yield from self._progress(ablation_steps(self.exact, ids, **options), off)
         yield {name: x.tolist() if isinstance(x, Tensor) else x for name, x in dataclasses.asdict(grid).items()}
 
     def _progress(self, steps: Generator[tuple[int, int], None, T], off: Heads) -> Generator[dict[str, int], None, T]:

@@ -45,7 +45,7 @@ FIELD = {  # an option or command here -> its names in llama.cpp, vLLM, Ollama, 
     "--version": "-v -V version",
     "chat": "run",
     "generate": "prompt complete",
-    "inspect": "show",
+    "inspect": "show info",
     "list": "ls models",
     "pull": "download",
 }
