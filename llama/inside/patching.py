@@ -62,7 +62,7 @@ def result(steps: Generator[tuple[int, int], None, T]) -> T:
         try:
             next(steps)
         except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
+            return end.value
 
 
 def one_text(ids: Sequence[int] | Tensor) -> list[int]:
