@@ -108,7 +108,7 @@ def room_for(model: Transformer, prompt: Sequence[int], params: SamplingParams, 
     if len(prompt) >= context:
         raise ContextLengthError(
             f"the prompt has {len(prompt)} tokens, but the context of {context} must hold prompt and answer;"
-            f" shorten the prompt or raise max_seq_len (--max-seq-len)"
+            " shorten the prompt, or raise max_seq_len (--max-seq-len; beyond the trained length with --rope-scaling)"
         )
     checks.known_ids(prompt, model.config.vocab_size)
     checks.known_ids(params.logit_bias, model.config.vocab_size)

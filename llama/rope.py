@@ -277,8 +277,8 @@ def _check(q: Tensor, k: Tensor, *tables: Tensor, pair: int = 1, tokens: int = 1
         if not isinstance(x, Tensor) or x.is_complex() != is_complex or not (is_complex or x.is_floating_point()):
             raise UsageError(f"RoPE: expected {'complex' if is_complex else 'float'} numbers, got {checks.shown(x)}")
     if q.dim() != 4 or k.dim() != 4 or any(q.shape[axis] != k.shape[axis] for axis in (0, tokens, 3)):
-        found = f"{tuple(q.shape)} and {tuple(k.shape)}"
-        raise UsageError(f"RoPE: q and k must have the same batch, tokens and head dimension, got {found}")
+        expected = "q (B, T, H, D) and k (B, T, KV, D)" if tokens == 1 else "q (B, H, T, D) and k (B, KV, T, D)"
+        raise UsageError(f"RoPE: expected {expected}, got {tuple(q.shape)} and {tuple(k.shape)}")
     B, T, D = q.shape[0], q.shape[tokens], q.shape[3]
     for rows in tables:
         if rows.shape[-2:] != (T, D // pair) or rows.shape[:-2] not in ((), (1,), (B,)):

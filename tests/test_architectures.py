@@ -208,11 +208,13 @@ def test_a_wrapped_model_without_a_head_is_tied_unless_its_config_forbids_it(tmp
         load(tmp_path)
 
 
-def test_sizes_of_qwen3_are_the_published_ones() -> None:
-    sizes = {name: config.n_params for name, config in official().items() if config.qk_norm}
+def test_sizes_of_qwen_are_the_published_ones() -> None:
+    sizes = {name: config.n_params for name, config in official().items() if name.startswith("qwen")}
     assert sizes == {
         "qwen3-0.6b": 596_049_920, "qwen3-1.7b": 1_720_574_976, "qwen3-4b": 4_022_468_096, "qwen3-8b": 8_190_735_360,
-        "qwen3-14b": 14_768_307_200, "qwen3-32b": 32_762_123_264,
+        "qwen3-14b": 14_768_307_200, "qwen3-32b": 32_762_123_264, "qwen2.5-0.5b-instruct": 494_032_768,
+        "qwen2.5-1.5b-instruct": 1_543_714_304, "qwen2.5-3b-instruct": 3_085_938_688,
+        "qwen2.5-7b-instruct": 7_615_616_512,
     }  # fmt: skip
 
 

@@ -223,6 +223,8 @@ def test_every_type_is_computed_as_it_is(tmp_path: Path, name: str, monkeypatch:
     assert len(linears) == 7 * config.n_layers + 1
     for layer, module in linears.items():
         assert torch.equal(module.weight, exact.get_submodule(layer).weight), layer
+        with pytest.raises(RuntimeError, match="Inplace update"):  # it would change no layer
+            module.weight.zero_()
     assert torch.equal(model.tok_embeddings.weight, exact.tok_embeddings.weight)
     assert (model.tok_embeddings.tiles.data_ptr() == model.output.tiles.data_ptr()) is tied
     tokens, cache = tiny.random_tokens(20, config), half.new_cache()

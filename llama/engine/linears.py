@@ -70,18 +70,22 @@ def _records(*tensors: Tensor) -> bool:
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer in 2 to 8 bits. The result has the dtype of x; a subclass has the weight and the product with it.
-
-    `weight` (out, in) float32 dequantizes the complete matrix; it is for inspection, not for computing.
-    """
+    """A linear layer in 2 to 8 bits. The result has the dtype of x; a subclass has the weight and the product with it."""
 
     bias: Tensor | None
     product: Callable[[Tensor], Tensor]  # (.., in) -> (.., out), without the bias
+    dequantized: Callable[[], Tensor]  # (out, in) float32
 
     def __init__(self, shape: Sequence[int], format: GroupFormat, bias: Tensor | None):
         super().__init__()
         (self.out_features, self.in_features), self.format, self.bits = shape, format, format.bits
         self.register_buffer("bias", bias)
+
+    @property
+    def weight(self) -> Tensor:
+        """The complete weight (out, in) in float32, for inspection. It is a copy, which PyTorch refuses to change."""
+        with torch.inference_mode():
+            return self.dequantized()
 
     def forward(self, x: Tensor) -> Tensor:  # (.., in) -> (.., out)
         y = self.product(x)
@@ -105,9 +109,7 @@ class TileLinear(QuantizedLinear):
         """The weight, unpacked."""
         return unpack(self.tiles, self.out_features, self.in_features, self.format)
 
-    @property
-    def weight(self) -> Tensor:
-        """(out, in) float32."""
+    def dequantized(self) -> Tensor:
         return self.groups.weight
 
     def rows(self, index: Tensor) -> Tensor:
@@ -144,9 +146,7 @@ class GroupedLinear(QuantizedLinear):
         self.register_buffer("scale", _narrow(groups.scale))  # (N, groups)
         self.register_buffer("offset", None if groups.offset is None else _narrow(groups.offset))
 
-    @property
-    def weight(self) -> Tensor:
-        """(out, in) float32."""
+    def dequantized(self) -> Tensor:
         return self.rows(slice(None))
 
     def rows(self, index: Tensor | slice) -> Tensor:
@@ -168,7 +168,8 @@ class GroupedLinear(QuantizedLinear):
 
     def product(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling() and x.numel() == self.in_features:
-            return (self.weight * x.float().flatten()).sum(-1).to(x.dtype).reshape(*x.shape[:-1], -1)  # fused into one
+            y = (self.dequantized() * x.float().flatten()).sum(-1)  # fused into one
+            return y.to(x.dtype).reshape(*x.shape[:-1], -1)
         step = max(1, DEQUANTIZED_ENTRIES // self.in_features)
         parts = [slice(first, first + step) for first in range(0, self.out_features, step)]
         return torch.cat([F.linear(x, self.rows(part).to(x.dtype)) for part in parts], dim=-1)
@@ -204,9 +205,7 @@ class Int4Linear(QuantizedLinear):
         self.register_buffer("packed", packed)
         self.register_buffer("scale_and_zero", pairs.to(torch.bfloat16).contiguous())
 
-    @property
-    def weight(self) -> Tensor:
-        """(out, in) float32."""
+    def dequantized(self) -> Tensor:
         return self.product(torch.eye(self.in_features, dtype=torch.bfloat16, device=self.packed.device)).T.float()
 
     def product(self, x: Tensor) -> Tensor:
