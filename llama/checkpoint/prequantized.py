@@ -86,8 +86,8 @@ def _signed_bytes(weight: StoredTensor) -> Callable[[slice], NDArray[np.uint8]]:
 def gptq(fields: Fields) -> Method:
     """qweight (K bits / 32, N), qzeros (G, N bits / 32), scales (G, N), and g_idx (K,), the group of each column.
 
-    Format gptq stores each zero point minus 1, gptq_v2 the zero point itself. In a symmetric model,
-    all are equal, and their value is not used, because the configuration of some files names the wrong format.
+    Format gptq stores each zero point minus 1, gptq_v2 the zero point itself. In a symmetric model, all
+    zero points are equal, and their value is not used, because some files' configuration names the wrong format.
     """
     bits, group = _choice(fields, "bits", (4, 8)), _group_size(fields)
     symmetric, reorders = fields.get("sym", bool, False), fields.get("desc_act", bool, False)
