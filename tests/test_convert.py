@@ -342,5 +342,5 @@ def test_tokens_without_a_row_stay_in_hf_and_are_an_error_in_gguf(tmp_path: Path
     convert(source, tmp_path / "hf", "hf")
     assert open_checkpoint(tmp_path / "hf").tokenizer().n_vocab == n_vocab
     for path in (source, tmp_path / "hf"):
-        with pytest.raises(ConfigError, match=rf"has {n_vocab} tokens and the embedding {n_vocab - 20} rows"):
+        with pytest.raises(ConfigError, match=rf"has {n_vocab} tokens, but the embedding has {n_vocab - 20} rows"):
             convert(path, tmp_path / "b.gguf", "gguf")

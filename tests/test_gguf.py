@@ -330,8 +330,8 @@ CRAFTED: dict[str, list[bytes]] = {
     "has GGUF version": [*(file([], version=n) for n in (0, 1, 4)), b"GGUF" + struct.pack(">IQQ", 3, 0, 0)],
     "dimensions, expected 1 to 4": [file([], [tensor(dims=dims)], 128) for dims in ((), (1, 1, 1, 1, 32))],
     "has the unknown type 999": [file([], [tensor(type=999)], 128)],
-    "in blocks of": [file([], [tensor(dims=(33,), type=2)], 128)],
-    "the file has": [
+    "not a multiple of 32": [file([], [tensor(dims=(33,), type=2)], 128)],
+    "of a file with": [
         file([], [tensor(dims=(2**32 + 1, 2**32 - 1, 2**32, 2**32 + 4))], 128),  # the product wraps to 4
         file([], [tensor()], 127),
         *(file([], [tensor(b"a"), tensor(b"b", offset=n)], 256) for n in (0, 1, 127)),

@@ -1,4 +1,4 @@
-"""A conversation to token ids, by the checkpoint's Jinja template or that of a built-in format (formats.py).
+"""Convert a conversation to token ids, by the checkpoint's Jinja template or that of a built-in format (formats.py).
 
 Only what the template writes becomes control tokens; the text of messages stays text (template.py).
 """
@@ -37,13 +37,14 @@ def encode_chat(
     max_chars: int | None = None,
     **options: Any,
 ) -> list[int]:
-    """Ids of a conversation, ending with the start of the assistant's turn, or with its text (continues).
+    """Ids of a conversation. They end with the start of the assistant's turn, or (continues) with that turn's text.
 
     template   Jinja source, as in tokenizer_config.json or GGUF's tokenizer.chat_template, or several by name
     messages   mappings with the keys of `Message`
     format     "jinja" or None for the template, or a name of TEMPLATES
     tools      the functions the assistant may call, or their JSON schemas. If the template ignores tools, a
-               system message describes them, unless a grammar forces a call (forced); calls that it ignores are text
+               system message describes them, unless a grammar forces a call (forced). If it ignores tool_calls, calls
+               in messages become text
     max_chars  raise ContextLengthError if the text is longer, instead of encoding it
     options    now, variables and add_generation_prompt, as for `render`; continues, as for `encode_template`
 

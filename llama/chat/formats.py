@@ -2,10 +2,10 @@
 
 Meta's code encodes the header of a message separately, so `encode_template` divides the text where a template writes
 `cut`. Other programs do not: their ids differ from Meta's for a Llama 3 message that begins with a line break. The
-published templates on the hub strip every message; these do not, like Meta's newest code.
+published templates on the hub strip every message; these templates and Meta's newest code do not.
 
 References: meta-llama/llama llama/generation.py (Llama 2), meta-llama/llama-models llama3/chat_format.py (Llama 3).
-llama.cpp without its Jinja engine recognizes them by parts of the source, such as "bos_token + '[INST]".
+llama.cpp without its Jinja engine recognizes the formats by parts of the source, such as "bos_token + '[INST]".
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ TOKENS = {
     "llama3": ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
     "llama2": ["<s>", "</s>"],
 }
-OTHERS = {"<|im_start|>", "<step>"}  # of ChatML and of Code Llama 70B, which are none of these formats
+OTHERS = {"<|im_start|>", "<step>"}  # tokens of ChatML and Code Llama 70B, which are not built in
 
 
 def chat_format_of(tokenizer: Tokenizer) -> str | None:

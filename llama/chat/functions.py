@@ -15,14 +15,14 @@ from ..errors import UsageError
 Tools = Sequence[Mapping[str, Any] | Callable[..., Any]]
 TYPES: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null",
                          list: "array", tuple: "array", dict: "object"}  # fmt: skip
-# The sections of a docstring; in Args, the indentation, name and text of an argument, up to the next argument
+# The heading of a docstring's section; an argument in the section Args: its indentation, name and text
 SECTION = re.compile(r"\s*^[ \t]*(Args|Returns|Raises):", re.MULTILINE)
 NAME = r"[ \t]*\**(\w+)(?:[ \t]*\([^()\n]*\))?:"
 ARGUMENT = re.compile(rf"^(?=([ \t]*)){NAME}\s*(.*?)\s*(?=\n(?!\1[ \t]){NAME}|\Z)", re.MULTILINE | re.DOTALL)
 
 
 def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """The schema of a Python function, from its name, type hints and docstring, as get_json_schema of transformers.
+    """The schema of a Python function, from its name, type hints and docstring, as by transformers' get_json_schema.
 
     A missing hint stands for str. *args, **kwargs, self and cls are left out. Raises UsageError if there is no schema.
     """

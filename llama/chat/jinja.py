@@ -21,10 +21,10 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
     template  Jinja source
     values    the variables of the template; messages and tools come from a user
-    variables more of them, from a user
+    variables further variables, from a user
     now       the time for strftime_now, in ISO format
-    hidden    for each text None or two regular expressions: stand-ins replace the characters that the first one finds
-              in the strings of messages and tools, except what the second one finds in messages of the assistant
+    hidden    for each text to render None, or two regular expressions: stand-ins replace the characters that the first
+              one finds in messages and tools, except what the second one finds in the assistant's messages
     stand_ins character -> its stand-in
     """
     values, stand_ins = request["values"], str.maketrans(request["stand_ins"])
@@ -96,7 +96,7 @@ class Generation(Extension):
 
 
 def raise_exception(message: str) -> NoReturn:
-    """The function with which a template refuses messages."""
+    """Fail with a message. Templates call this function to reject a conversation."""
     raise jinja2.TemplateError(message)
 
 

@@ -36,7 +36,7 @@ DEEPEST_JSON = 64  # levels; the functions that traverse it are recursive
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Validated messages in a uniform shape. Raises UsageError with the message and the key that is wrong."""
+    """Validated messages in a uniform shape. Raises UsageError, which names the wrong message and key."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages or isinstance(messages[0], list):
         raise UsageError(f"messages must be the list of one conversation with at least one message, got {shown(messages)}")
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
@@ -77,7 +77,7 @@ def _call(call: Any, where: str) -> ToolCall:
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:
-    """A copy of a mapping, or of the JSON text of one, without any other objects that a template could meet."""
+    """Copy a mapping, or parse the JSON text of one. The result has only JSON's types, so templates meet no others."""
     try:
         mapping = json.loads(value or "{}") if isinstance(value, str) else value
         copy = json.loads(json.dumps(mapping, allow_nan=False))

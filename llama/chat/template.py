@@ -72,9 +72,9 @@ def encode_template(
     if continues:
         messages = [*messages[:-1], {**messages[-1], "content": answer + END}]
         options["add_generation_prompt"] = False
-    own = () if re.search(r"\{\{-? *cut\b", template) else MARKS  # Meta's code encodes them as text
+    own = () if re.search(r"\{\{-? *cut\b", template) else MARKS  # Meta's code encodes marks as text
     marks = [mark for mark in own if mark in tokenizer.control]
-    kept = [mark for mark in own if mark in marks or mark in template]  # templates search for those that are text, too
+    kept = [mark for mark in own if mark in marks or mark in template]  # templates also search for marks that are text
     find = "|".join(map(re.escape, kept)) or NOTHING
     stand_ins: dict[str, str] = {}
 
@@ -109,7 +109,7 @@ def _stand_ins(tokenizer: Tokenizer, text: str) -> dict[str, str]:
 
 
 def _begun(text: str, answer: str) -> str:
-    """A text up to END, the end of an answer; without the answer's last white space if the template strips messages."""
+    """A text up to END, where an answer ends; without the answer's last white space if the template strips messages."""
     before, mark, after = text.rpartition(END[0])
     if not mark:
         raise TemplateError("the model's chat template does not write the last message, so no answer can continue it")
@@ -155,7 +155,7 @@ def _controls(pieces: Pieces) -> list[str]:
 
 
 def _divided(text: str, stand_ins: Mapping[str, str], pieces: Pieces, cut: str = "") -> Pieces | None:
-    """Split a text at the borders and cuts of pieces with stand-ins. None if the pieces belong to another text.
+    """Split a text where pieces with stand-ins end or are cut. None if the pieces belong to another text.
 
     The template may change the case of letters, and write a stand-in as an escape of JSON.
     """

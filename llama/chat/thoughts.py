@@ -18,7 +18,7 @@ PAIRS = (
 
 
 class Thoughts(NamedTuple):
-    """The marks of a model's thoughts, empty if it has none, and how an answer begins.
+    """The marks of a model's thoughts, empty if the model writes none, and how an answer begins.
 
     state  "open": inside a thought; "free": with a thought or with text; "closed": with text
     """
@@ -33,7 +33,7 @@ def find_thoughts(
 ) -> Thoughts:
     """The marks of thoughts in a model's template, or in one of several, and how the answer to a prompt begins.
 
-    answer  the text at the end of the prompt that the model continues
+    answer  the beginning of the answer, if the prompt ends with it and the model continues it
     """
     opening, closing = next((pair for pair in PAIRS if pair[1] in joined_templates(template)), ("", ""))
     if not closing:
@@ -60,11 +60,11 @@ class ThoughtStream:
         self._opening, self._closing, state = thoughts
         self._names = {tokenizer.control[mark]: mark for mark in thoughts[:2] if mark in tokenizer.control}
         self.thinking = self._strips = state == "open"  # _strips: drop white space until there is other text
-        self._may_open = state != "closed"  # a model may repeat the mark that the prompt ends with
-        self._held = ""  # text that is not certain
+        self._may_open = state != "closed"  # even if it is open: a model may repeat the prompt's mark
+        self._held = ""  # text that may begin a mark, or space before one
 
     def feed(self, id: int) -> tuple[str | None, str]:
-        """The thought and the text that are certain after a token. The thought is None outside of it."""
+        """The parts of the thought and of the text that a token makes certain. The former is None outside a thought."""
         inside, self.fed = self.thinking, self.fed + 1
         thought, text = self._split(self.decoder.feed(id) or self._names.get(id, ""))
         if not (inside or self.thinking):
@@ -95,7 +95,7 @@ class ThoughtStream:
         if mark:
             self.thinking, self._strips = False, not rest.strip()
             return thought.rstrip(), rest.lstrip()
-        part = next(n for n in range(len(self._closing), -1, -1) if held.endswith(self._closing[:n]))  # of the mark
+        part = next(n for n in range(len(self._closing), -1, -1) if held.endswith(self._closing[:n]))  # of a mark
         thought = held[: len(held) - (0 if end else part)].rstrip()
         self._held = held[len(thought) :]
         return thought, ""

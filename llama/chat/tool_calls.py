@@ -8,9 +8,9 @@ A call is text in the format that the model was trained on (FORMS has a row for 
                      [TOOL_CALLS]f[ARGS]{...} or [TOOL_CALLS]f[CALL_ID]id[ARGS]{...}
     Hermes, Qwen, Granite, SmolLM   <tool_call>{"name": "f", "arguments": {...}}</tool_call>   also with a list
 
-Calls without a mark are recognized only at the start of an answer and after another call; after <|python_tag|> or
-another mark, anywhere. In a code block, a call must begin with the function's name, so that other code is not delayed.
-Only declared functions are recognized. Everything else stays text.
+Calls without a mark are recognized only at the start of an answer and after another call. Calls with a mark, such as
+<|python_tag|>, are recognized anywhere. In a code block, a call must begin with the function's name, so that other code
+is not delayed. Only declared functions are recognized. Everything else stays text.
 
 Control tokens have no text (see `Decoder`), so <|python_tag|>, [TOOL_CALLS] and <|eom_id|> are not in an answer's text.
 At the start of an answer, calls are recognized without them. For calls after other text, insert them (`call_marks`).
@@ -38,7 +38,7 @@ from .messages import ToolCall, check_messages, check_tools
 from .thoughts import PAIRS
 
 CALL_ID, ARGS = "[CALL_ID]", "[ARGS]"
-# The mark of a call, perhaps with the name, and the marks that are dropped after the call, in this order
+# In each row: the mark before a call, perhaps with the name, and the marks that are dropped after the call, in order
 FORMS = """
 <|python_tag|>
 [TOOL_CALLS]
@@ -70,10 +70,10 @@ Event = str | ToolCall  # a part of the text, or a call; or a part of a call: it
 
 
 def _value(begun: str) -> Generator[int, str, bool]:
-    """Receive the characters of a value after its beginning, up to its last bracket. Return False if it is no call.
+    """Check a value whose first characters are `begun`: receive the others, up to its last bracket, one at a time.
 
-    Yields the number of open brackets, negative in a string. Most other text is rejected early; `_calls` checks the
-    rest.
+    Yields the number of open brackets, negative in a string. Returns False if the value is no call: most other text is
+    rejected early, and `_calls` checks the rest.
     """
     if begun.endswith(NAME_ENDS):
         while (character := (yield 0)) != "{":
@@ -118,7 +118,7 @@ def _calls(text: str, names: Collection[str]) -> list[ToolCall]:
 
 
 def _call(call: Any) -> ToolCall:
-    """A call, given its name, and its arguments or parameters."""
+    """The checked call in a dict of its name and its arguments or parameters. Raises ValueError."""
     if not isinstance(call, dict) or ("arguments" in call) == ("parameters" in call):
         raise ValueError
     call = {"arguments" if key == "parameters" else key: item for key, item in call.items()}
@@ -169,7 +169,7 @@ class ToolCallStream:
         self._begun = ""  # the pending text without white space, until its value has begun
         self._value: Generator[int, str, bool] | None = None
         self._depth = self._base = 0  # open brackets, negative in a string; those outside the arguments
-        self._in_arguments = False  # that are shown
+        self._in_arguments = False  # whether the text is in arguments that are shown
         self._closing: list[str] = []  # marks that may follow the last call
         self._space = ""  # white space held back, since a call may follow
         self._only_calls = True  # there is no text yet
@@ -196,12 +196,12 @@ class ToolCallStream:
         return self.feed("")
 
     def _add(self, character: str) -> bool:
-        """Add a character to the pending text. False if that is not the beginning of a call."""
+        """Add a character to the pending text. Returns False if the text then can't begin a call."""
         ended = False
         if self._value is None:
             begun = self._begun + character.strip()
             begins = self._first if self._only_calls or self._after_call else self._anywhere
-            at = bisect_left(begins, begun)  # of the first that may begin so
+            at = bisect_left(begins, begun)  # the first that may begin with this
             call_begins = at < len(begins) and begins[at].startswith(begun)
             if not begun or not (call_begins or any(mark.startswith(begun) for mark in self._closing)):
                 return False
@@ -250,7 +250,7 @@ class ToolCallStream:
             self._events.append({"name": name, "id": id.strip()})
 
     def _take(self) -> str:
-        """Remove and return the pending text, unless it is shown as a call."""
+        """Remove the pending text. Returns it, or an empty text if it was shown as a call."""
         text = "".join(self.pending)
         if self.shown:
             text, self._space, self._after_call = "", "", True
@@ -284,7 +284,7 @@ class ToolCallStream:
 
 @functools.lru_cache(16)
 def _beginnings(names: frozenset[str]) -> tuple[list[str], list[str], dict[str, tuple[str, list[str]]]]:
-    """The sorted beginnings of a call, without white space: after text; at the start and after a call.
+    """The beginnings of calls after text, and those at the start or after a call, sorted and without white space.
 
     The third value maps each beginning to the function's name ("": it is read later) and the marks that may follow.
     """
@@ -313,7 +313,7 @@ def parse_tool_calls(text: str, tools: Tools | None) -> tuple[str, list[ToolCall
 def call_marks(tokenizer: Tokenizer) -> dict[int, str]:
     """{id: string} of the control tokens that mark calls and have no text.
 
-    To recognize calls after other text, insert the string for the id into the text for `ToolCallStream`.
+    To recognize calls after other text, insert the string of such an id into the text for `ToolCallStream`.
     """
     found = {tokenizer.control[mark]: mark for mark in CALL_MARKS if mark in tokenizer.control}
     return {id: mark for id, mark in found.items() if not tokenizer.token_bytes(id)}

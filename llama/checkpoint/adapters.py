@@ -28,8 +28,8 @@ from .lora import Adapter, LowRank, read
 from .weight import CACHED_ENTRIES, DTYPES, DerivedWeight, MemoryWeight, Weight
 from .write import digest
 
-ENDS = EMBEDDING, OUTPUT  # they may be tied, and may get more rows
-# A path, "PATH:SCALE", or (path, scale); or several of them
+ENDS = EMBEDDING, OUTPUT  # these may be tied, and an adapter may add rows to both
+# One adapter is a path, "PATH:SCALE" or (path, scale)
 OneAdapter = str | os.PathLike[str] | tuple[str | os.PathLike[str], float]
 Adapters = OneAdapter | Sequence[OneAdapter]
 
@@ -79,7 +79,7 @@ class AdaptedWeight(DerivedWeight):
     def __init__(self, base: Weight, whole: Tensor | None, low_rank: Sequence[LowRank]):
         super().__init__(base)
         self.source, self.low_rank = base if whole is None else MemoryWeight(whole), low_rank
-        self.ranges = tuple(map(range, self.source.shape))  # the source may be a part
+        self.ranges = tuple(map(range, self.source.shape))  # counted in `source`, which may itself be a part
 
     def floats(self) -> Tensor:
         weight = self.source[self.part].floats()
@@ -101,7 +101,7 @@ class AdaptedCheckpoint(Checkpoint):
     """
 
     def __init__(self, base: Checkpoint, adapters: Sequence[tuple[Adapter, float]]):
-        vars(self).update(vars(base))  # as the base, except for what follows
+        vars(self).update(vars(base))  # all attributes of the base; those set below replace its own
         self.base, self.format, self.layout = base, base.format, "interleaved"
         self.shapes, tied = dict(base.shapes), self.config.tie_embeddings
         if tied:
@@ -177,7 +177,7 @@ class AdaptedCheckpoint(Checkpoint):
         return {**self.base.about, "adapters": "; ".join(self.adapters)}
 
     def _source(self, name: str) -> str:
-        """The name under which the base stores a weight; the embedding's if the output is tied to it."""
+        """The name under which the base stores a weight. The base stores a tied output as the embedding."""
         return name if name in self.base.shapes else EMBEDDING
 
     def file_name(self, name: str) -> str:

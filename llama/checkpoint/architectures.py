@@ -26,11 +26,11 @@ class ModelType(NamedTuple):
 
     architecture          the only entry of `architectures`
     context, theta, tied  the defaults of max_position_embeddings, rope_theta and tie_word_embeddings
-    bias_keys             those of attention_bias and mlp_bias that have an effect
+    bias_keys             which of attention_bias and mlp_bias have an effect
     qkv_bias              whether q_proj, k_proj and v_proj always add a bias
     qk_norm               whether q_norm and k_norm normalize each head
     head_dim              the default of head_dim; None: hidden_size / num_attention_heads
-    slides                whether sliding_window has an effect: never, always, or if use_sliding_window is set
+    slides                when sliding_window has an effect: never, always, or if use_sliding_window is set
     window                the default of sliding_window
     last_layers           whether only the layers from max_window_layers on have a window
     n_kv_heads            the default of num_key_value_heads; None: num_attention_heads
@@ -73,19 +73,19 @@ MODEL_TYPES = {
     "phi3": ModelType("Phi3ForCausalLM", 4096, bias_keys=(), slides="always", norm_eps=1e-5, trained=4096),
 }  # fmt: skip
 # general.architecture of a GGUF file -> the order of the rows of attn_q and attn_k. llama.cpp's converter undoes
-# Hugging Face's permutation for all but qwen2, qwen3, exaone and phi3. Mistral's are llama or mistral3.
+# Hugging Face's permutation for all but qwen2, qwen3, exaone and phi3. Mistral's files have llama or mistral3.
 GGUF_LAYOUTS: dict[str, Layout] = {
     "llama": "interleaved", "qwen2": "half", "qwen3": "half", "smollm3": "interleaved", "granite": "interleaved",
     "mistral3": "interleaved", "exaone": "half", "phi3": "half",
 }  # fmt: skip
 MOST_LAYERS = 2**16  # the largest models have about 100
 
-# Meta's use_scaled_rope (llama-models, apply_scaling), without its factor
+# The parameters of Meta's use_scaled_rope (llama-models, apply_scaling), except the factor
 SCALED_ROPE = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 8192}  # fmt: skip
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # values of layer_types
-# What other families need, which is not implemented
+# A feature that is not implemented -> the architectures that need it
 NEEDS = {
     "experts": "mixtral llama4 qwen2_moe qwen3_moe qwen3moe gpt_oss gpt-oss granitemoe phimoe deepseek_v3 deepseek2",
     "norms after the sublayers": "olmo2 olmo3 exaone4 gemma2 gemma3 gemma3_text glm4",
@@ -93,7 +93,7 @@ NEEDS = {
     "Mamba layers or a fused feed-forward network": "granitehybrid granitemoehybrid jamba falcon_h1 nemotron_h",
     "attention beside the feed-forward network": "phi phi2 gpt_neox gptneox falcon cohere command-r",
 }
-# Granite's multipliers of the embedding, the scores and what is added to the residual stream, and a divisor of logits
+# Granite multiplies the embedding, the scores and what each sublayer adds by the first three, and divides the logits
 MULTIPLIERS = "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"
 GGUF_MULTIPLIERS = "embedding_scale", "attention.scale", "residual_scale", "logit_scale"
 EXAONE_KEYS = {"num_layers": "num_hidden_layers", "layer_norm_epsilon": "rms_norm_eps",
@@ -112,7 +112,7 @@ def folded(config: ModelConfig, fields: Fields) -> tuple[ModelConfig, dict[str, 
         return config, {}
     keys = [f"granite.{key}" for key in GGUF_MULTIPLIERS] if in_gguf else MULTIPLIERS
     if in_gguf:
-        fields.get("granite.logit_scale", float)  # llama.cpp requires this one
+        fields.get("granite.logit_scale", float)  # raises if it is missing: llama.cpp requires it
     embedding, attention, residual, logits = (
         number(f"{fields.where}: {key}", fields.get(key, float, default), 1e-6, 1e6, ConfigError)
         for key, default in zip(keys, (1.0, usual if in_gguf else 1.0, 1.0, 1.0), strict=True)
@@ -134,7 +134,7 @@ def known(fields: Fields, key: str, kinds: Collection[str]) -> str:
 
 
 def text_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """config.json with the usual keys. If the model also sees images: only the part of its language model."""
+    """config.json with the usual keys. Of a model that also sees images, only the part of its language model."""
     fields = Fields(settings, "config.json")
     kind = settings.get("model_type")
     if kind == "mistral3":
@@ -191,7 +191,7 @@ def sliding_window(fields: Fields, kind: str, n_layers: int) -> int | None:
         slides = (full < n_layers or not model_type.last_layers) if types is None else SLIDING in types
         # With types, transformers ignores use_sliding_window, except for Qwen2 and Qwen3.
         window = window if slides and (used or (types is not None and not model_type.last_layers)) else None
-    if kind == "ministral3":  # it scales the queries from this position on; transformers prefers the outer key
+    if kind == "ministral3":  # queries are scaled from position `length` on; transformers prefers the outer key
         inner = fields.get("rope_parameters", dict, None) or fields.get("rope_scaling", dict)
         length = Fields(inner, fields.where).get("original_max_position_embeddings", int)
         length = min(length, fields.get("original_max_position_embeddings", int, length))
@@ -200,7 +200,7 @@ def sliding_window(fields: Fields, kind: str, n_layers: int) -> int | None:
 
 
 def window_warnings(config: ModelConfig) -> list[str]:
-    """A warning if a sliding window ends the context early, or a position from which queries are scaled."""
+    """A warning if the context ends early, at a sliding window or at the position from which queries are scaled."""
     context, window = reach(dataclasses.replace(config, sliding_window=None)), reach(config)
     if window == context:
         return []

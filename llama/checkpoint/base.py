@@ -21,7 +21,7 @@ from ..system.documents import Fields
 from ..tokenizer import Tokenizer
 from .weight import ReorderedWeight, ScaledWeight, Weight
 
-# The model's name of a tensor, without its layer and ".weight" -> Meta's, Hugging Face's, GGUF's, and EXAONE's own.
+# A tensor's name in the model, without layer and ".weight" -> in Meta's, Hugging Face's, GGUF and EXAONE's files.
 # "layers" stands before the number of a layer.
 NAMES: dict[str, tuple[str, ...]] = {
     "layers": ("layers", "model.layers", "blk", "transformer.h"),
@@ -48,7 +48,7 @@ META_NAMES, HUGGING_FACE_NAMES, GGUF_NAMES, EXAONE = (
 HUGGING_FACE_NAMES = {
     "shared_mlp.input_linear": "feed_forward.w_gate_up", "shared_mlp.output_linear": "feed_forward.w_down",  # Granite 4
     "self_attn.qkv_proj": "attention.wqkv", "mlp.gate_up_proj": "feed_forward.w_gate_up",
-    **EXAONE, **HUGGING_FACE_NAMES,  # last: `to_file_name` writes the last name
+    **EXAONE, **HUGGING_FACE_NAMES,  # last: `to_file_name` uses the last of several names
 }  # fmt: skip
 GGUF_NAMES |= {"attn_qkv": "attention.wqkv"}  # matrices that are stored as one: see `model_weights`
 
@@ -61,20 +61,20 @@ class Checkpoint(ABC):
     config: ModelConfig
     layout: Layout = "interleaved"  # the order of the rows of wq and wk in the files
     _weights: Mapping[str, Weight]  # by the model's tensor names, in the files' layout
-    names: Mapping[str, str] = MappingProxyType({})  # the files' names of tensors, without layers -> the model's
-    factors: Mapping[str, float] = MappingProxyType({})  # of layers' weights and biases, as "wq": 0.5
-    parts: Mapping[str, int]  # the files that hold weights -> bytes, in order
+    names: Mapping[str, str] = MappingProxyType({})  # a tensor's name in the files, without layer -> in the model
+    factors: Mapping[str, float] = MappingProxyType({})  # what weights and biases are multiplied by: {"wq": 0.5}
+    parts: Mapping[str, int]  # the files that hold weights, in order -> their sizes in bytes
     chat_template: str | Mapping[str, str] | None = None  # Jinja source, or several by name (default, tool_use)
     sampling: Mapping[str, Any] = MappingProxyType({})  # default options: temperature, top_p, ...
     warnings: Sequence[str] = ()  # to show at once: entries without effect, files that are ignored
     notes: Sequence[str] = ()  # facts that the files do not state, and how they were decided
     adapters: Sequence[str] = ()  # descriptions of the adapters that are merged into the weights
-    adapters_hash: str = ""  # of these adapters and their scales; "" if there are none
-    tokenizer_override: Tokenizer | None = None  # in place of the checkpoint's own
+    adapters_hash: str = ""  # a hash of these adapters and their scales; "" if there are none
+    tokenizer_override: Tokenizer | None = None  # used in place of the checkpoint's own tokenizer
 
     @functools.cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the weights by the model's names; a tied output has none."""
+        """The shapes of the weights by the model's names. A tied output has no entry."""
         return {name: weight.shape for name, weight in self._weights.items()}
 
     @property
@@ -96,7 +96,7 @@ class Checkpoint(ABC):
         return in_layout(self._weights[name], name, self.config.head_dim, self.layout, layout)
 
     def file_name(self, name: str) -> str:
-        """The files' name of the tensor that the model calls `name`, whether or not they have it."""
+        """The name that the model's tensor `name` has in the files, or would have if they lack the tensor."""
         return self.weight(name).name if name in self.shapes else to_file_name(name, self.names)
 
     def tokenizer(self) -> Tokenizer:
@@ -117,7 +117,7 @@ class Checkpoint(ABC):
         """The tokenizer in the checkpoint's files, or found near them. Raises TokenizerError."""
 
     def chat_format(self, tokenizer: Tokenizer) -> str | None:
-        """The built-in format of the vocabulary for Meta's files, which have no template; None for others.
+        """The built-in chat format that fits the vocabulary of Meta's files, which have no template; None for others.
 
         The files do not state whether the model was trained to chat.
         """
@@ -153,9 +153,9 @@ def unknown_keys(fields: Fields, no_effect: Collection[str]) -> list[str]:
 
 
 def model_weights(stored: Mapping[str, Weight], config: ModelConfig) -> dict[str, Weight]:
-    """Convert the weights of a file in the half layout to the model's: fused matrices are split.
+    """Convert a file's weights, in the half layout, to the model's weights. Fused matrices are split.
 
-    Rows that do not rotate come last in a head of the file. They become the last pairs of the half layout, and are
+    In the file, the rows of a head that do not rotate come last. They become the last pairs of the half layout, and are
     divided by the attention factor, since this factor multiplies cos and sin of every pair.
     """
     q, kv, F = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim, config.hidden_dim
@@ -163,7 +163,7 @@ def model_weights(stored: Mapping[str, Weight], config: ModelConfig) -> dict[str
     weights: dict[str, Weight] = {}
     for name, weight in stored.items():
         stem, rows, end = name.split(".")[-2], sum(weight.shape[:1]), 0
-        both = stem == "w_up" and rows == 2 * F and name.replace("w_up", "w_gate") not in stored  # as in GGUF
+        both = stem == "w_up" and rows == 2 * F and name.replace("w_up", "w_gate") not in stored  # as in GGUF files
         for part, count in fused.get("w_gate_up" if both else stem, {stem: rows}).items():
             whole = name.replace(stem, part)
             if whole in weights or (whole in stored and whole != name and not both):
@@ -187,7 +187,7 @@ def model_weights(stored: Mapping[str, Weight], config: ModelConfig) -> dict[str
 
 
 def to_file_name(name: str, names: Mapping[str, str]) -> str:
-    """The model's name of a tensor -> the file's. names maps the stems of the file's names to the model's."""
+    """Convert the model's name of a tensor to the file's. names: stems of the file's names -> the model's."""
     theirs = {ours: source for source, ours in names.items()}
     stem, kind = name.rsplit(".", 1)  # kind is weight or bias
     if not stem.startswith("layers."):

@@ -31,7 +31,7 @@ from .gguf_header import MAGIC, TensorInfo, read_header
 from .weight import DTYPES, Blocks, Weight
 
 TEMPLATE = "tokenizer.chat_template"
-# Keys that would change what is computed, and the value that changes nothing
+# Keys that can change what is computed -> the only supported value, which changes nothing
 PLAIN_VALUES = {
     "expert_count": 0, "attention.causal": True, "attention.scale": 0.0, "attention.clamp_kqv": 0.0,
     "attn_logit_softcapping": 0.0, "final_logit_softcapping": 0.0, "logit_scale": 0.0, "embedding_scale": 0.0,
@@ -97,7 +97,7 @@ class GGUFWeight(Weight):
         return Blocks(torch.from_numpy(raw), self.stored) if complete else None
 
     def _stored_blocks(self) -> tuple[NDArray[np.uint8], slice]:
-        """The bytes of the blocks that contain this part, and its columns within them."""
+        """The bytes of the blocks that contain this part, and the part's columns within these blocks."""
         block, size = self.info.block, self.info.size
         rows, columns = self.part[0] if len(self.whole) == 2 else slice(None), self.ranges[-1]
         start, end = columns.start // block, -(-columns.stop // block)  # blocks of a row
@@ -107,12 +107,12 @@ class GGUFWeight(Weight):
 
 @functools.cache
 def _format(type: str, size: int) -> GroupFormat | None:
-    """The format of the groups of a type, whose blocks have this many bytes; None if the kernels do not support it."""
+    """The format of the groups of a type with blocks of `size` bytes; None if the kernels do not support it."""
     return READERS[type](np.zeros((1, size), np.uint8)).format if type in READERS else None
 
 
 class GGUFFile:
-    """A mapped file: its metadata, and its tensors by the file's names."""
+    """A mapped file: its metadata, and its tensors by their names in the file."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -177,14 +177,14 @@ def _open_files(path: Path) -> list[GGUFFile]:
 
 
 def _chat_template(metadata: Fields) -> str | Mapping[str, str] | None:
-    """The chat template, or several by name: the keys are tokenizer.chat_template and tokenizer.chat_template.NAME."""
+    """The chat template, or {name: template} if keys tokenizer.chat_template.NAME give several."""
     keys = [key for key in metadata.values if key == TEMPLATE or key.startswith(f"{TEMPLATE}.")]
     templates = {key[len(TEMPLATE) + 1 :] or "default": metadata.get(key, str) for key in keys}
     return templates["default"] if templates.keys() == {"default"} else templates or None
 
 
 def _config(metadata: Fields, shapes: Mapping[str, tuple[int, ...]], tables: Mapping[str, list[float]]) -> ModelConfig:
-    """The architecture by the metadata. The loader checks it against the shapes of the tensors."""
+    """The architecture that the metadata describe. The loader checks it against the shapes of the tensors."""
     architecture = known(metadata, "general.architecture", GGUF_LAYOUTS)
     if "tok_embeddings.weight" not in shapes:
         raise ConfigError("the tensor token_embd.weight is missing")
@@ -196,11 +196,11 @@ def _config(metadata: Fields, shapes: Mapping[str, tuple[int, ...]], tables: Map
     head_dim = fields.get("attention.key_length", int, dim // max(n_heads, 1))
     rotated = fields.get("rope.dimension_count", int, head_dim) if architecture == "phi3" else head_dim
     plain = {**PLAIN_VALUES, "attention.value_length": head_dim, "rope.dimension_count": rotated}
-    if architecture == "granite":  # rope.scaling.finetuned is false if no layer has RoPE; `folded` reads the others
+    if architecture == "granite":  # finetuned is false if no layer has RoPE; `folded` reads the multipliers
         plain = {key: value for key, value in plain.items() if key not in GGUF_MULTIPLIERS}
         plain["rope.scaling.finetuned"] = True
     window = fields.get("attention.sliding_window", int, 0)
-    if architecture == "mistral3" and fields.get("attention.temperature_scale", float, 0.0):  # scales queries from here
+    if architecture == "mistral3" and fields.get("attention.temperature_scale", float, 0.0):  # then it scales queries
         window = fields.get("rope.scaling.original_context_length", int)
     for key, expected in plain.items():
         if (value := fields.get(key, type(expected), expected)) != expected:
@@ -233,20 +233,20 @@ def _config(metadata: Fields, shapes: Mapping[str, tuple[int, ...]], tables: Map
 
 
 def _same(value: Any) -> Any:
-    """The number in an array of equal numbers: a file may state a size once for each layer. Other values unchanged."""
+    """Replace an array of equal numbers by the number: a file may state a size for each layer. Keep other values."""
     array = isinstance(value, np.ndarray) and len(value) > 0
     return value[0].item() if array and bool((value == value[0]).all()) else value
 
 
 def _decimal(value: float) -> float:
-    """The shortest decimal of a float32 in the file: 1e-05, not 9.999999747378752e-06."""
+    """The shortest decimal number for a float32 of the file: 1e-05, not 9.999999747378752e-06."""
     return value if isinstance(value, int) or float(np.float32(value)) != value else float(str(np.float32(value)))
 
 
 def _rope_scaling(
     fields: Fields, tables: Mapping[str, list[float]], head_dim: int, theta: float
 ) -> dict[str, Any] | None:
-    """The scaling by the keys rope.scaling.*, the older key rope.scale_linear, or a table of divisors."""
+    """The RoPE scaling that the keys rope.scaling.*, the older key rope.scale_linear or tables of divisors describe."""
     own = {key.removeprefix(SCALING): value for key, value in fields.values.items() if key.startswith(SCALING)}
     scaling = Fields(own, f"{fields.where}: rope.scaling")
     factor = _decimal(scaling.get("factor", float, fields.get("rope.scale_linear", float, 0.0)))  # 0 means none
@@ -264,16 +264,16 @@ def _rope_scaling(
         return _as_llama3(divisors, head_dim, theta) or {"rope_type": "divisors", "divisors": divisors}
     if kind == "linear" and plain and not tables:
         return {"rope_type": kind, "factor": factor}
-    if fields.where == "mistral3" and attention == 1:  # the only architecture in which llama.cpp reads them
+    if fields.where == "mistral3" and attention == 1:  # llama.cpp reads the keys in YARN only for this one
         yarn = {name: _decimal(scaling.get(key, float)) for key, name in YARN.items() if key in own}
         original |= {"mscale": 1.0, **yarn}
     if kind == "yarn" and not scaling.unknown() and not tables:
-        if factor > 0 and (attention != 1 or factor < 1):  # llama.cpp multiplies YaRN's own attention factor by it
+        if factor > 0 and (attention != 1 or factor < 1):  # llama.cpp multiplies YaRN's attention factor by attn_factor
             original["attention_factor"] = attention * (0.1 * math.log(factor) + 1)
         return {"rope_type": kind, "factor": factor, **original}
     if kind in ("none", "longrope") and not scaling.unknown() and tables.keys() == {ROPE_LONG, ROPE_SHORT}:
         lists = {"short_factor": tables[ROPE_SHORT], "long_factor": tables[ROPE_LONG]}
-        return {"rope_type": "longrope", **lists, **original, "attention_factor": attention}  # llama.cpp computes none
+        return {"rope_type": "longrope", **lists, **original, "attention_factor": attention}  # llama.cpp's default: 1
     found = ", ".join([kind, *own, *tables])
     raise ConfigError(f"{scaling.where}: {found:.200} is not supported in this combination; try llama.cpp")
 
@@ -281,7 +281,7 @@ def _rope_scaling(
 def _as_llama3(divisors: list[float], head_dim: int, theta: float) -> dict[str, Any] | None:
     """The llama3 scaling from which a table of divisors was computed, or None if there is none.
 
-    The table is rounded to float32; the parameters yield the exact frequencies, as in the other formats.
+    The table is rounded to float32. Its parameters yield exact frequencies, the same as from the other formats.
     """
     factor = float(round(max(divisors), 3))
     if len(divisors) != head_dim // 2 or not 1 <= factor < math.inf:

@@ -1,7 +1,7 @@
 """Reader of the header of GGUF, llama.cpp's file format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
 
-A file is its metadata, an entry for each tensor, and the tensors' bytes. The gguf package's reader hangs on a crafted
-header, so this is our own: no number in the header sets a size before it is checked against the file's size.
+A file consists of metadata, an entry for each tensor, and the tensors' bytes. The gguf package's reader hangs on a
+crafted header, so this is our own: no number in the header sets a size before it is checked against the file's size.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ UINT32, STRING, ARRAY, UINT64 = 4, 8, 9, 10
 
 
 class TensorInfo(NamedTuple):
-    """A tensor's entry. A row is stored in blocks of `block` weights in `size` bytes: 1 and 4 for F32.
+    """A tensor's entry. A row is stored in blocks: `block` weights in `size` bytes, 1 weight in 4 bytes for F32.
 
     type    the name of a type: F32, Q4_K, ...
     shape   in torch's order; GGUF stores it reversed
-    offset  of the first byte, from the file's start
+    offset  where the first byte is, counted from the file's start
     """
 
     type: str
@@ -65,7 +65,7 @@ class _Cursor:
         return struct.unpack_from(format, self.data, self.take(struct.calcsize(format)))[0]
 
     def strings(self, count: int) -> list[str]:
-        """A vocabulary has 100,000 strings, so this is one loop without calls of `take`."""
+        """Read `count` strings. A vocabulary has 100,000, so this is one loop without calls of `take`."""
         data, at, end, found, length_at = self.data, self.at, self.end, list[str](), struct.Struct("<Q").unpack_from
         try:
             for _ in range(count):
@@ -83,7 +83,7 @@ class _Cursor:
         type = self.scalar(UINT32)
         item, count = (self.scalar(UINT32), self.scalar(UINT64)) if type == ARRAY else (type, 1)
         if item == STRING:
-            self.take(8 * count)  # the lengths of the strings alone, so `count` fits into the file
+            self.take(8 * count)  # checks `count`: the lengths of the strings alone need so many bytes
             self.at -= 8 * count
             strings = self.strings(count)
             return strings if type == ARRAY else strings[0]
@@ -95,7 +95,7 @@ class _Cursor:
         return np.frombuffer(self.data, dtype, count, self.take(count * dtype.itemsize)).copy()
 
     def tensor(self, name: str) -> TensorInfo:
-        """An entry without its name; the offset counts from the start of the data."""
+        """Read the rest of an entry, after its name. The offset counts from the start of the data, not of the file."""
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType  # takes 20 ms, so only for GGUF files
 
         n_dims = self.scalar(UINT32)
@@ -110,7 +110,7 @@ class _Cursor:
             raise CheckpointError(f"{found}; get the model as Q4_K_M or Q8_0") from None
         block, size = GGML_QUANT_SIZES[type]
         if shape[-1] % block:
-            raise DamagedError(f"{self.where}: tensor {name:.80} has rows of {shape[-1]} weights in blocks of {block}")
+            raise DamagedError(f"{self.where}: tensor {name:.80} has rows of {shape[-1]}, not a multiple of {block}")
         return TensorInfo(type.name, block, size, shape, offset)
 
 
@@ -139,14 +139,14 @@ def read_header(data: mmap.mmap | bytes, where: str) -> tuple[dict[str, Any], di
             raise DamagedError(f"{where}: tensor {name:.80} occurs twice")
         tensors[name] = header.tensor(name)
 
-    # Each tensor begins at the first multiple of the alignment after the one before it. Without this check, as in
-    # llama.cpp, a changed type or shape would be read as other numbers.
+    # Each tensor begins at the first multiple of the alignment after the end of the tensor before it. llama.cpp checks
+    # this too: otherwise, a tensor with a changed type or shape would be read as other numbers.
     start = end = -(-header.at // alignment) * alignment
     for name, info in tensors.items():
         begin = start + info.offset
         if begin != end or end + info.nbytes > len(data):
-            found = f"{where}: tensor {name:.80} has {info.nbytes} bytes from {begin}"
-            raise DamagedError(f"{found}, expected it at {end}, and the file has {len(data)} bytes")
+            found = f"{where}: tensor {name:.80} has {info.nbytes} bytes from byte {begin}"
+            raise DamagedError(f"{found}; expected it at byte {end} of a file with {len(data)} bytes")
         tensors[name] = info._replace(offset=end)
         end = -(-(end + info.nbytes) // alignment) * alignment
     return metadata, tensors

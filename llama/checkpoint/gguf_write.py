@@ -26,8 +26,8 @@ FILE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}  # llama.c
 def write(path: Path, model: Model, types: Mapping[str, str], file_type: int | None) -> None:
     """Write one file.
 
-    types      the matrices to store quantized -> GGUF's type; of these, model.read returns (rows, bytes of a row)
-    file_type  llama.cpp's number for the mix of types; None: that of the dtype
+    types      matrices to store quantized -> GGUF's types; model.read returns their bytes, (rows, bytes of a row)
+    file_type  llama.cpp's number for the mix of types; None: the number of the dtype
     """
     import gguf
 
@@ -60,15 +60,15 @@ def write(path: Path, model: Model, types: Mapping[str, str], file_type: int | N
 def architecture(config: ModelConfig, has_tables: bool) -> str:
     """The architecture of GGUF_LAYOUTS under which llama.cpp can run the model.
 
-    llama.cpp's architecture llama has optional biases; its other ones have no tables of RoPE divisors. Raises
-    ConfigError if none of them fits.
+    llama.cpp's architecture llama has optional biases; its other architectures have no tables of RoPE
+    divisors. Raises ConfigError if no architecture fits.
     """
     if config.qk_norm or config.no_rope_layers:
         kind, layers = ("qwen3", ()) if config.qk_norm else ("smollm3", every(INTERVAL, config.n_layers))
         if has_tables or config.mlp_bias or config.attention_bias or config.no_rope_layers != layers:
             raise ConfigError(
-                "in GGUF, only qwen3 has norms of queries and keys, and only smollm3 has layers without RoPE, every"
-                f" {INTERVAL}th; neither has RoPE divisors, mlp_bias or attention_bias; convert the model to hf"
+                "not possible in GGUF: only qwen3 has norms of queries and keys, only smollm3 has layers without"
+                f" RoPE (every {INTERVAL}th), neither has RoPE divisors, mlp_bias or attention_bias; convert it to hf"
             )
         return kind
     usual = config.n_heads * config.head_dim == config.dim and not config.mlp_bias and not has_tables
@@ -125,7 +125,7 @@ def rope_entries(config: ModelConfig) -> tuple[dict[str, Any], dict[str, np.ndar
     if kind == "yarn":
         own = 0.1 * math.log(factor) + 1  # llama.cpp multiplies its own attention factor by the file's
         return {f"{prefix}factor": factor, f"{prefix}attn_factor": attention_factor / own, **original}, {}
-    # Divisors do not say by how much a scaling stretches the context. A factor would be applied on top of them.
+    # Divisors do not state how far the scaling stretches the context. A factor would be applied on top of the divisors.
     context: dict[str, Any] = {"context_length": stretched(config.max_seq_len, scaling)}
     if kind == "longrope":
         tables = {ROPE_LONG: scaling["long_factor"], ROPE_SHORT: scaling["short_factor"]}
@@ -148,9 +148,9 @@ def _tokenizer(model: Model) -> dict[str, Any]:
 
     n_vocab, rows = model.tokenizer.n_vocab, model.config.vocab_size
     if n_vocab > rows:
-        raise ConfigError(f"the tokenizer has {n_vocab} tokens and the embedding {rows} rows; convert the model to hf")
+        raise ConfigError(f"the tokenizer has {n_vocab} tokens, but the embedding has {rows} rows; convert to hf")
     entries = gguf_metadata(model.tokenizer, rows)
-    entries = {key: value for key, value in entries.items() if not key.startswith(TEMPLATE)}  # of a GGUF source
+    entries = {key: value for key, value in entries.items() if not key.startswith(TEMPLATE)}  # a GGUF source's
     template = model.chat_template
     named = {"default": template} if isinstance(template, str) else template or {}
     for name, source in named.items():

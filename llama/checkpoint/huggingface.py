@@ -1,6 +1,6 @@
 """Reader of Hugging Face folders: config.json, safetensors in one or many files, tokenizer.json.
 
-The safetensors library checks the headers: the tensors of a file cover it without gap or overlap. Sources: transformers
+The safetensors library checks each header: tensors must cover the file without gap or overlap. Sources: transformers
 5.23, configuration classes and modeling_rope_utils.py; https://github.com/huggingface/safetensors.
 """
 
@@ -37,8 +37,8 @@ from .weight import DTYPES, FLOATS, Weight
 CONFIG = "config.json"
 INDEX, BIN_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"
 
-# Ends of the names of tensors that are not weights: RoPE tables, and scales for activations and the KV cache, which are
-# not quantized here
+# Suffixes of tensors that are not used: RoPE tables, and scales of activations and of the KV cache, since neither is
+# quantized here
 UNUSED = (
     ".rotary_emb.inv_freq", ".input_scale", ".input_zero_point", ".activation_scale", ".input_scale_ub",
     ".output_scale", ".output_zero_point", ".kv_scale", ".k_scale", ".v_scale", ".k_zero_point", ".v_zero_point",
@@ -56,7 +56,7 @@ NO_EFFECT = {
     "embd_pdrop", "resid_pdrop", "attention_bias", "mlp_bias", "init_method", "normalization_function",
     "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef",
 }  # fmt: skip
-# Keys that would change what is computed, and the values that change nothing. null changes nothing either.
+# Keys that can change what is computed -> the supported values, which change nothing. null changes nothing either.
 MUST_BE: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"), "qk_layernorm": (False,), "use_qk_norm": (False,),
     "num_local_experts": (0,), "num_experts": (0,), "logit_scale": (1,), "logits_scaling": (1,),
@@ -72,10 +72,10 @@ STORED = {
 
 
 def model_name(name: str) -> str | None:
-    """The model's name of a tensor of a file or adapter; None for one that a LLaMA decoder does not have."""
-    name = re.sub(r"^(model\.)?language_model\.", "", name)  # beside a vision model
+    """The model's name for a tensor of a file or adapter; None if a LLaMA decoder has no such tensor."""
+    name = re.sub(r"^(model\.)?language_model\.", "", name)  # the prefix beside a vision model
     if not name.startswith(("model.", "lm_head.", "transformer.")):
-        name = f"model.{name}"  # names in a model that was saved without its head lack it
+        name = f"model.{name}"  # a model that was saved without its head lacks this prefix
     return base.to_model_name(name, HUGGING_FACE_NAMES)
 
 
@@ -87,9 +87,9 @@ def recognizes(folder: Path) -> bool:
 # --------------------------------------------------------------------------------------------------------- weights
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a file, by the file's name for it. Its values are read on demand.
+    """A tensor of a file. `name` is its name in the file, and `read` returns its values.
 
-    metadata  the entry of the file's metadata with the tensor's name
+    metadata  the text under the tensor's name in the file's metadata; empty if there is none
     """
 
     path: Path
@@ -100,7 +100,7 @@ class StoredTensor:
     metadata: str = ""
 
     def expect(self, dtypes: Collection[str], shape: tuple[int, ...]) -> StoredTensor:
-        """Return the tensor itself. Raises CheckpointError unless it has one of the dtypes and the shape."""
+        """Return this tensor. Raises CheckpointError unless it has the shape and one of the dtypes."""
         if self.dtype not in dtypes or self.shape != shape:
             raise self.error(f"expected {' or '.join(dtypes)} {shape}")
         return self
@@ -110,14 +110,14 @@ class StoredTensor:
 
 
 class Layer(dict[str, StoredTensor]):
-    """The tensors that store one quantized weight, by suffix. A missing one is a CheckpointError."""
+    """The tensors that store one quantized weight, by suffix. Looking up a missing one raises CheckpointError."""
 
     def __missing__(self, suffix: str) -> StoredTensor:
         other = next(iter(self.values()))
         raise CheckpointError(f"{other.path}: {other.name} needs {suffix} of the same layer, which is missing")
 
     def matrix(self, suffix: str, dtypes: Sequence[str]) -> StoredTensor:
-        """A tensor that must have two dimensions, neither of them 0, and one of the dtypes."""
+        """The tensor with a suffix. Raises CheckpointError unless it is a matrix, not empty, of one of the dtypes."""
         tensor = self[suffix]
         if len(tensor.shape) != 2 or 0 in tensor.shape or tensor.dtype not in dtypes:
             raise tensor.error(f"expected a matrix of {' or '.join(dtypes)}")
@@ -125,7 +125,7 @@ class Layer(dict[str, StoredTensor]):
 
 
 class StoredWeight(Weight):
-    """A weight that one or several tensors store. The first one names it."""
+    """A weight that one or several tensors store. Its name is that of the first one."""
 
     def __init__(self, tensors: Mapping[str, StoredTensor], shape: Sequence[int], stored: str):
         """tensors: by their suffixes."""
@@ -148,7 +148,7 @@ class Method(NamedTuple):
 
     name     for display
     tensors  names of a layer's tensors without the name of the layer; may include `weight`
-    weight   returns the weight that a layer's tensors store. Reads little. Raises CheckpointError
+    weight   a function: a layer's tensors -> the weight that they store. It reads few values; raises CheckpointError
     layout   the order of the rows of wq and wk
     """
 
@@ -182,11 +182,11 @@ def open_file(path: Path) -> dict[str, StoredTensor]:
 
 
 def open_weights(folder: Path) -> list[StoredTensor]:
-    """The tensors of all files: those of an index or under the usual name, else all safetensors files."""
+    """The tensors of all files of weights: those that an index names, the usual one, or else all safetensors files."""
     names = sorted(os.listdir(folder))
     for index, single in ((INDEX, "model.safetensors"), (BIN_INDEX, "pytorch_model.bin")):
         if index in names and single in names:
-            raise CheckpointError(f"{folder} has both {index} and {single}; remove the one that does not belong")
+            raise CheckpointError(f"{folder} has both {index} and {single}; remove the one that is not the model's")
         if index in names:
             return _open_indexed(folder, index)
         files = [single] if single in names else [name for name in names if name.endswith(".safetensors")]
@@ -198,7 +198,7 @@ def open_weights(folder: Path) -> list[StoredTensor]:
 
 
 def _open_indexed(folder: Path, index: str) -> list[StoredTensor]:
-    """The tensors that an index lists. Others in its files are left out: nothing reads them."""
+    """The tensors that an index lists. Other tensors in the same files are ignored."""
     where = folder / index
     weight_map = Fields(read_json(where), str(where)).get("weight_map", dict)
     for file in weight_map.values():
@@ -250,20 +250,20 @@ def read_config(settings: Mapping[str, Any], where: str) -> tuple[ModelConfig, l
 
 
 def _read_rope(fields: Fields, family: architectures.ModelType) -> tuple[float, dict[str, Any] | None, list[str]]:
-    """theta, scaling, and a warning if entries of the scaling have no effect.
+    """theta and the scaling, and a warning if entries of the scaling have no effect.
 
-    They are in rope_theta and rope_scaling, or in rope_parameters (transformers 5). A null counts as missing.
+    Both are in rope_theta and rope_scaling, or in rope_parameters (transformers 5). A null counts as missing.
     """
     merged: dict[str, Any] = {}
     old, new = fields.get("rope_scaling", dict, None), fields.get("rope_parameters", dict, None)
     outside = {key: fields.get(key, object, None) for key in ("rope_theta", "partial_rotary_factor")}
     for source in (outside, old or {}, new or {}):
         for key, value in source.items():
-            key = "rope_type" if key == "type" else key  # of transformers before 4.43
+            key = "rope_type" if key == "type" else key  # the key in transformers before 4.43
             nothing = value is None or (key, value) == ("partial_rotary_factor", 1)
             if not nothing and merged.setdefault(key, value) != value:
                 raise ConfigError(f"{fields.where}: {key} is both {shown(merged[key])} and {shown(value)}")
-    length = fields.get("original_max_position_embeddings", object, family.trained)  # transformers prefers it
+    length = fields.get("original_max_position_embeddings", object, family.trained)  # it overrides the scaling's
     scaling, where = Fields(merged, fields.where), fields.where
     theta, kind = scaling.get("rope_theta", float, family.theta), scaling.get("rope_type", str, "default")
     kind = "longrope" if family.trained and kind in ("su", "yarn") else kind
@@ -303,7 +303,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         if settings.get("model_type") == "mistral3":
             text = [tensor for tensor in tensors if not VISION.match(tensor.name)]
             self.notes = [f"{len(tensors) - len(text)} tensors of the vision model are left out"]
-            untied = settings.get("tie_word_embeddings") is False  # a head is used, whatever the key is
+            untied = settings.get("tie_word_embeddings") is False  # otherwise, a head decides
             tied = not untied and not any("lm_head." in tensor.name for tensor in text)
             tensors, self.config = text, dataclasses.replace(self.config, tie_embeddings=tied)
         self.parts = {path.name: path.stat().st_size for path in sorted({tensor.path for tensor in tensors})}
@@ -360,7 +360,7 @@ class HuggingFaceCheckpoint(Checkpoint):
 
     # -------------------------------------------------------------------------------------- tokens and sampling
     def _ids(self, key: str) -> list[int]:
-        """The ids that generation_config.json names, then those of config.json: an id or a list of ids."""
+        """The ids under a key, an id or a list of ids: those of generation_config.json, then those of config.json."""
         found: list[int] = []
         for name, source in (("generation_config.json", self.generation), (CONFIG, self.settings)):
             value = source.get(key)
@@ -371,7 +371,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         return found
 
     def _sampling(self) -> dict[str, Any]:
-        """The options of generation_config.json: temperature and filters only if it sets do_sample."""
+        """The sampling options of generation_config.json; without do_sample, only repetition_penalty."""
         samples = self.generation.get("do_sample") is True
         keys = option_names("number") if samples else ["repetition_penalty"]
         options: dict[str, Any] = {"temperature": 1.0} if samples else {}
@@ -392,7 +392,7 @@ def _read_template(path: Path) -> str:
 
 
 def read_tokenizer(file: Path, named: Named | None = None) -> Tokenizer:
-    """The tokenizer in a file, with the settings beside it; named: see `open_tokenizer`, None: the template there."""
+    """The tokenizer in a file, with the settings beside it. named: as in `open_tokenizer`; None: the template there."""
     from ..tokenizer import open_tokenizer
 
     settings = read_optional(file.with_name("tokenizer_config.json"))
@@ -400,7 +400,7 @@ def read_tokenizer(file: Path, named: Named | None = None) -> Tokenizer:
 
 
 def read_chat_template(folder: Path) -> str | Mapping[str, str] | None:
-    """The chat template, or several by name. Files of their own replace those in tokenizer_config.json."""
+    """The chat template, or {name: template} if there are several. Template files replace tokenizer_config.json's."""
     files = {"default": folder / "chat_template.jinja"}
     files |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     templates = {name: _read_template(path) for name, path in files.items() if path.exists()}

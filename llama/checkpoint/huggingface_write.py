@@ -21,14 +21,14 @@ from .base import HUGGING_FACE_NAMES, PARTIAL, to_file_name
 from .huggingface import INDEX, STORED
 from .write import Model, raw_bytes
 
-FILE_SIZE = 5 * 10**9  # bytes of weights in a file, about; as in transformers
+FILE_SIZE = 5 * 10**9  # bytes of weights in a file, approximately; as in transformers
 
 
 class Entry(NamedTuple):
     """A tensor to write.
 
     read      returns the values
-    metadata  an entry for the header of the file, under the tensor's name
+    metadata  a text to write under the tensor's name into the header of the file
     """
 
     dtype: torch.dtype
@@ -78,7 +78,7 @@ def write_weights(folder: Path, entries: Mapping[str, Entry], shards: int) -> No
 def write_safetensors(path: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> None:
     """Write one file: the length of the header, the header, the tensors.
 
-    The safetensors library needs all tensors of a file in memory; this function needs one.
+    The safetensors library needs all tensors of a file in memory; this function needs one at a time.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0
@@ -126,7 +126,7 @@ def config_json(model: Model) -> dict[str, Any]:
 def family_keys(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     """The model_type under which transformers computes the model, and the keys of config.json that depend on it.
 
-    Raises ConfigError if there is none: each family has its own biases, norms, windows and layers without RoPE.
+    Raises ConfigError if no model_type fits: each family has its own biases, norms, windows and layers without RoPE.
     """
     windowed = config.sliding_window is not None
     partial = rotated_entries(config.head_dim, config.rope_scaling) < config.head_dim

@@ -1,6 +1,6 @@
 """Weights as integers in groups, as other programs store them.
 
-N rows (out features), K columns, G groups of a row.
+In shapes: N rows (out features), of which a part has n; K columns; G groups in a row.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from ..quant.groups import GROUPS, GroupedWeight, GroupFormat
 from .huggingface import StoredTensor, StoredWeight
 
-ROUNDING = 2.0**-11  # largest accepted rounding of a scale to float16, as a part of the weight's largest scale
+ROUNDING = 2.0**-11  # the largest accepted error of a scale in float16, divided by the weight's largest scale
 
 
 class IntegerWeight(StoredWeight):
@@ -25,9 +25,9 @@ class IntegerWeight(StoredWeight):
 
     width   bits of an integer: 4 or 8
     group   columns in a group; the last group may have fewer
-    quants  (n, K) uint8 of some rows
+    quants  a function: a slice of rows -> their integers, (n, K) uint8
     scale   (N, G) in any floating-point dtype
-    zero    (n, G) integers of some rows; None: 2^(width - 1) for all groups
+    zero    a function: a slice of rows -> their zero points, (n, G); None: 2^(width - 1) for all groups
     order   (K,) the group of each column, if the columns of a group are not adjacent (act order); otherwise None
     """
 
@@ -46,7 +46,7 @@ class IntegerWeight(StoredWeight):
         super().__init__(tensors, shape, stored if order is None else f"{stored} in act order")
         self.width, self.group, self.quants = width, group, quants
         self.scale, self.zero, self.order = scale, zero, order
-        self._complete = self  # in all parts: its format is found once
+        self._complete = self  # shared by all parts, so that the format is found once
 
     def dequantized(self) -> Tensor:
         rows, columns = self.part
@@ -65,7 +65,7 @@ class IntegerWeight(StoredWeight):
     def _row_format(self) -> GroupFormat | None:
         """The kernels' format of this weight; None if no format represents it.
 
-        Needs all scales and zero points. Scales that are not float16 are rounded to it, and so is the product of scale
+        Reads all scales and zero points. Scales of other dtypes are rounded to float16, and so is the product of scale
         and zero point.
         """
         if self.order is not None:
@@ -91,7 +91,7 @@ class IntegerWeight(StoredWeight):
             raise ValueError(f"{self.name} has no format of the kernels")
         if format.offset and self.zero is not None:
             added = -scale * torch.as_tensor(self.zero(rows))
-        if format.group:  # a group of the file is one or several of the kernels'
+        if format.group:  # a group of the file is one or several groups of the kernels
             repeats, count = -(-self.group // format.group), -(-self.whole[1] // format.group)
             scale = repeated(scale, repeats, count)
             added = None if added is None else repeated(added, repeats, count)
@@ -105,9 +105,9 @@ def repeated(values: Tensor, times: int, count: int) -> Tensor:
 
 # ----------------------------------------------------------------------------------------------- integers in words
 def unpack_words(words: NDArray[np.int32], bits: int, part: slice = slice(None)) -> NDArray[np.uint8]:
-    """Range `part` of each row's packed 4-bit or 8-bit integers, lowest bits first: (.., W) -> (.., n).
+    """Unpack the range `part` of each row's 4-bit or 8-bit integers, lowest bits first: (.., W) -> (.., n).
 
-    Reads little else of the words.
+    Only words that contain a part of the range are read.
     """
     each = 32 // bits
     first, last, _ = part.indices(each * words.shape[-1])
@@ -118,7 +118,7 @@ def unpack_words(words: NDArray[np.int32], bits: int, part: slice = slice(None))
 
 
 def unpack_rows_of_words(words: NDArray[np.int32], part: slice) -> NDArray[np.uint8]:
-    """Rows `part` of 4-bit integers, packed 8 rows to a word in AutoAWQ's order: (K, W) -> (n, K)."""
+    """Unpack rows `part` of 4-bit integers. A word contains 8 rows, in AutoAWQ's order: (K, W) -> (n, K)."""
     first, last, _ = part.indices(8 * words.shape[1])
     quants = unpack_words(words[:, first // 8 : -(-last // 8), None], 4)  # (K, W, 8)
     rows = quants.transpose(1, 2, 0)[:, [0, 4, 1, 5, 2, 6, 3, 7]]  # (W, 8, K)

@@ -1,7 +1,7 @@
 """Readers of LoRA adapters: PEFT's folders, and the GGUF files of llama.cpp's convert_lora_to_gguf.py.
 
-The tensors that are present decide which weights change; the configuration has the scales. What can't be merged is
-refused. Sources: huggingface/peft, src/peft/tuners/lora and utils/other.py; llama.cpp, src/llama-adapter.cpp.
+The tensors in the file decide which weights change; the configuration has the scales. An adapter that can't be merged
+is rejected. Sources: huggingface/peft, src/peft/tuners/lora and utils/other.py; llama.cpp, src/llama-adapter.cpp.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 MERGE = "merge it into its base with peft (merge_and_unload, save_pretrained) and load the result"
 
-# End of a tensor's key in PEFT's files -> one of the two matrices, a replaced weight, or a copy of the base's weight
+# End of a tensor's key in PEFT's files -> one of the two matrices, a weight to replace, or a copy of the base's weight
 PARTS = {
     "lora_A.weight": "down", "lora_B.weight": "up", "lora_embedding_A": "up", "lora_embedding_B": "down",
     "weight": "whole", "bias": "whole", "modules_to_save.weight": "whole", "base_layer.bias": "whole",
@@ -34,7 +34,7 @@ PARTS = {
 }  # fmt: skip
 KEY = re.compile(rf"base_model\.model\.(.+?)\.({'|'.join(map(re.escape, PARTS))})")
 # Entries of adapter_config.json that do not change the merged weights, or only say which tensors the file has. Another
-# entry that is set, such as use_dora, changes the result in a way that is not supported.
+# entry that is set, such as use_dora, is an error: it changes the result in a way that is not supported.
 NO_EFFECT = {
     "auto_mapping", "peft_version", "revision", "inference_mode", "task_type", "lora_dropout", "loftq_config",
     "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "megatron_core", "ensure_weight_tying",
@@ -70,7 +70,7 @@ class Adapter:
     layout: Layout
     low_rank: Mapping[str, LowRank]
     whole: Mapping[str, Tensor] = field(default_factory=dict)  # weights that replace the base's
-    copies: Mapping[str, Tensor] = field(default_factory=dict)  # of the base's weights, maybe resized
+    copies: Mapping[str, Tensor] = field(default_factory=dict)  # copies of the base's weights, maybe resized
 
 
 def read(path: Path) -> Adapter:
@@ -80,7 +80,7 @@ def read(path: Path) -> Adapter:
             return _read_peft(path)
         if path.suffix == ".gguf" and path.is_file():
             return _read_gguf(path)
-    except (ConfigError, OverflowError, re.error) as error:  # an integer of hundreds of digits; no regular expression
+    except (ConfigError, OverflowError, re.error) as error:  # a huge integer; an invalid regular expression
         raise CheckpointError(f"adapter {path}: {error}") from None
     found = "is neither a PEFT folder with adapter_config.json nor a GGUF file" if path.exists() else "does not exist"
     raise CheckpointError(f"adapter {path} {found}")
@@ -88,7 +88,7 @@ def read(path: Path) -> Adapter:
 
 # ---------------------------------------------------------------------------------------------------------------- GGUF
 def _read_gguf(path: Path) -> Adapter:
-    """NAME.lora_a (r, in) and NAME.lora_b (out, r); of the embedding, lora_a is stored as (V, r)."""
+    """NAME.lora_a (r, in) and NAME.lora_b (out, r). For the embedding, lora_a is stored as (V, r)."""
     file = gguf.GGUFFile(path)
     fields = Fields(file.metadata, "metadata")
     layout = GGUF_LAYOUTS[known(fields, "general.architecture", GGUF_LAYOUTS)]

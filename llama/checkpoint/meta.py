@@ -34,7 +34,7 @@ QUANTIZED = {torch.float8_e4m3fn: "float8 with row scales", torch.int8: "integer
 NORM = "norm.weight"
 WQ, WK, GATE = (f"layers.0.{name}.weight" for name in ("attention.wq", "attention.wk", "feed_forward.w_gate"))
 
-# Keys of params.json without effect here: the width of the feed-forward network is that of the weights, and a vision
+# Keys of params.json without effect here: the width of the feed-forward network follows from the weights, and a vision
 # model has further tensors, which are refused.
 NO_EFFECT = {"max_batch_size", "lora_args", "multiple_of", "ffn_dim_multiplier", "vision_chunk_size",
              "vision_max_num_chunks", "vision_model", "vision_num_cross_attention_layers"}  # fmt: skip
@@ -42,10 +42,10 @@ NO_EFFECT = {"max_batch_size", "lora_args", "multiple_of", "ffn_dim_multiplier",
 SMALL_32 = {(2048, 16), (3072, 28)}
 CONTEXTS = {500000.0: 8192, 1000000.0: 16384}  # by theta: Llama 3, Code Llama
 ALL = slice(None)
-# How the 4-bit files of Llama 3.2 (QLoRA and SpinQuant) are quantized, and the parts of a weight in them
+# The scheme of Llama 3.2's 4-bit files (QLoRA and SpinQuant), and the suffixes of the tensors that store a weight there
 SCHEME = "int4_weight_int8_dynamic_activation"
 SUFFIXES = (".weight", ".scales", ".adaptor.A.weight", ".adaptor.B.weight")
-SOME_ROWS = 256  # of embedding and output, which are compared in parts: in most models the first rows differ
+SOME_ROWS = 256  # rows of embedding and output to compare at once: in most models the first ones differ
 
 
 def recognizes(folder: Path) -> bool:
@@ -53,13 +53,13 @@ def recognizes(folder: Path) -> bool:
 
 
 class MetaWeight(Weight):
-    """A weight of which every shard has a part, along `axis`; None: every shard has all of it.
+    """A weight that is split over the shards along `axis`; None: every shard has the complete weight.
 
-    copies  how often each key/value head is stored: if there are more shards than heads
+    copies  how often each key/value head is stored: more than once if there are more shards than heads
     """
 
     def __init__(self, checkpoint: MetaCheckpoint, key: str, axis: int | None, copies: int = 1):
-        """key: the model's name."""
+        """key: the model's name for the weight."""
         name = to_file_name(key, META_NAMES)
         self.checkpoint, self.axis, self.copies = checkpoint, axis, copies
         self.parts = [shard[name] for shard in checkpoint.shards]
@@ -74,7 +74,7 @@ class MetaWeight(Weight):
         return [shard[key] for shard in self.checkpoint.shards for key in keys if key in shard]
 
     def floats(self) -> Tensor:
-        # SpinQuant's code multiplies the input of this layer by a Hadamard matrix. The weight times it does the same.
+        # SpinQuant's code multiplies the input of w2 by a Hadamard matrix. Multiplying the weight has the same effect.
         spun = self.checkpoint.spun and self.name.endswith("w2.weight")
         if self.copies == 1 and not spun:
             return self._merged(*self.part).contiguous()
@@ -91,7 +91,7 @@ class MetaWeight(Weight):
         if self.axis is None:
             return self._shard(0)[rows]
         cut, other = (rows, columns) if self.axis == 0 else (columns, rows)
-        size = self.parts[0].shape[self.axis]  # of each shard
+        size = self.parts[0].shape[self.axis]  # the length of one shard along `axis`
         first, last, _ = cut.indices(size * len(self.parts))
         pieces = []
         for rank in range(first // size, -(-last // size)):
@@ -176,7 +176,7 @@ class MetaCheckpoint(Checkpoint):
                 raise CheckpointError(f"{where}: {name} is {found}, which no LLaMA has; get the weights in bfloat16")
         if missing := [name for name in (EMBEDDING, OUTPUT, NORM, WQ, WK, GATE) if name not in axes]:
             raise DamagedError(f"{where}: {to_file_name(missing[0], META_NAMES)} is missing")
-        # split by columns up to Code Llama, by rows since Llama 3
+        # the embedding is split by columns up to Code Llama, by rows since Llama 3
         axes[EMBEDDING] = int(shard[to_file_name(EMBEDDING, META_NAMES)].shape[1] < self.params.get("dim", int))
         return axes
 
@@ -195,7 +195,7 @@ class MetaCheckpoint(Checkpoint):
 
     # ----------------------------------------------------------------------------------------------- configuration
     def _read_config(self, stored: Mapping[str, MetaWeight]) -> tuple[ModelConfig, int, list[str]]:
-        """The architecture by params.json and the weights, the copies of each head, and what neither file states."""
+        """The architecture, how often each key/value head is stored, and notes on what params.json does not state."""
         params = self.params
         dim, n_layers, n_heads = (
             integer(f"{PARAMS}: {key}", params.get(key, int), 1, LARGEST_SIZE, ConfigError)
@@ -208,7 +208,7 @@ class MetaCheckpoint(Checkpoint):
         expected = params.get("n_kv_heads", int, n_heads)
         kv_heads = stored[WK].shape[0] // head_dim
         copies = _find_copies(stored[WK], kv_heads, expected, head_dim)
-        vocab_size = params.get("vocab_size", int, -1)  # Llama 2 has -1: the number of rows counts
+        vocab_size = params.get("vocab_size", int, -1)  # Llama 2 has -1: the embedding's rows count
         scaled, theta = params.get("use_scaled_rope", bool, False), params.get("rope_theta", float, 1e4)
         tied = _is_tied(stored[EMBEDDING], stored[OUTPUT])
         factor = 32.0 if tied or (dim, n_layers) in SMALL_32 else 8.0
@@ -291,7 +291,7 @@ def dequantize(shard: Mapping[str, Tensor], name: str, params: Fields, where: st
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """x H along the last axis, H the orthonormal Hadamard matrix in Sylvester's order; the length is a power of two."""
+    """Multiply the last axis, whose length must be a power of two, by Sylvester's orthonormal Hadamard matrix."""
     n = x.shape[-1]
     if n & (n - 1):
         raise CheckpointError(f"SpinQuant needs a feed-forward width that is a power of two, got {n}")

@@ -26,7 +26,7 @@ def open_checkpoint(path: str | Path, tokenizer: str | os.PathLike[str] | None =
 
     tokenizer  a file or folder with the tokenizer to use in place of the checkpoint's own
 
-    Raises CheckpointError if one of them can't be opened, TokenizerError if the folder has no usable tokenizer.
+    Raises CheckpointError if one of the two can't be opened, TokenizerError if `tokenizer` has no usable one.
     """
     try:
         checkpoint = _open(Path(path))

@@ -1,8 +1,8 @@
 """Reader of Hugging Face folders whose weights another program has quantized: GPTQ, AWQ, FP8, bitsandbytes, ...
 
-Several tensors store one weight; a `Method` of METHODS combines them. Integers go to the kernels unchanged if their
-formats can represent them; other weights are dequantized when they are read. Sources: the packages AutoGPTQ 0.7.1 and
-GPTQModel 7.7 (GPTQ), AutoAWQ 0.2.9, compressed-tensors 0.20, bitsandbytes 0.50, and transformers 5.23 (FP8).
+Several tensors store one weight; a `Method` of METHODS combines them. Integers go to the kernels unchanged if the
+kernels' formats can represent them; other weights are dequantized when they are read. Sources: the packages AutoGPTQ
+0.7.1 and GPTQModel 7.7 (GPTQ), AutoAWQ 0.2.9, compressed-tensors 0.20, bitsandbytes 0.50, transformers 5.23 (FP8).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ INSTEAD = "run it with vLLM, or get the weights in BF16"
 
 
 class DequantizedWeight(StoredWeight):
-    """A weight that no layer can compute with; `rows` returns dequantized rows: (n, K) float32."""
+    """A weight in a format that no layer computes with. `rows` dequantizes a slice of its rows: (n, K) float32."""
 
     def __init__(self, layer: Layer, stored: str, shape: tuple[int, int], rows: Callable[[slice], Tensor]):
         super().__init__(layer, shape, stored)
@@ -53,7 +53,7 @@ def _choice(fields: Fields, key: str, allowed: Sequence[Any]) -> Any:
 
 
 def _refuse(fields: Fields, *keys: str) -> None:
-    """Raise ConfigError if one of these entries, which change what is stored, is set."""
+    """Raise ConfigError if one of these entries is set: each changes what is stored."""
     for key in keys:
         if value := fields.get(key, object, None):
             raise ConfigError(f"{fields.where}: {key} is {shown(value)}, expected none; {INSTEAD}")
@@ -66,7 +66,7 @@ def _group_size(fields: Fields) -> int:
 
 
 def _order(index: StoredTensor | None, columns: int, group: int, groups: int) -> Tensor | None:
-    """The group of each column; None if every group is adjacent columns. Reads `columns` integers."""
+    """The group of each column; None if the columns of every group are adjacent. Reads `columns` integers."""
     if index is None:
         return None
     order = index.expect(("I32", "I64"), (columns,)).read().long()
@@ -86,8 +86,8 @@ def _signed_bytes(weight: StoredTensor) -> Callable[[slice], NDArray[np.uint8]]:
 def gptq(fields: Fields) -> Method:
     """qweight (K bits / 32, N), qzeros (G, N bits / 32), scales (G, N), and g_idx (K,), the group of each column.
 
-    Format gptq stores each zero point minus 1, gptq_v2 the zero point itself. Those of a symmetric model are all equal,
-    and their value is not used: files exist whose configuration names the wrong format.
+    Format gptq stores each zero point minus 1, gptq_v2 the zero point itself. In a symmetric model, all
+    zero points are equal, and their value is not used, because some files' configuration names the wrong format.
     """
     bits, group = _choice(fields, "bits", (4, 8)), _group_size(fields)
     symmetric, reorders = fields.get("sym", bool, False), fields.get("desc_act", bool, False)
@@ -148,7 +148,7 @@ def awq(fields: Fields) -> Method:
 def _scaled_floats(
     layer: Layer, weight: StoredTensor, scale: StoredTensor, blocks: Sequence[tuple[int, int]]
 ) -> StoredWeight:
-    """A float8 weight with one scale for each block or, without blocks, one per row or for the matrix."""
+    """A float8 weight with a scale for each block; without blocks, for each row or for the whole matrix."""
     rows, columns = weight.shape
     block = {(rows,): (1, columns), (rows, 1): (1, columns), (): weight.shape, (1,): weight.shape, (1, 1): weight.shape}
     if blocks:
@@ -165,7 +165,7 @@ def _scaled_floats(
 
 
 def _block_sizes(fields: Fields, key: str) -> list[tuple[int, int]]:
-    """Rows and columns of a block, from a list of both; empty if there are no blocks."""
+    """[(rows, columns)] of a block; [] if there are no blocks."""
     sizes = fields.get(key, list, [])
     if len(sizes) not in (0, 2) or not all(is_integer(size) and 0 < size < 2**31 for size in sizes):
         raise ConfigError(f"{fields.where}: {key} must be two sizes above 0, got {shown(sizes)}")
@@ -243,7 +243,7 @@ STATE = "weight.quant_state.bitsandbytes__nf4"
 
 
 def bitsandbytes(fields: Fields) -> Method:
-    """4 bits: a codebook of 16 values and the largest value of each block, which may be quantized by another codebook.
+    """4 bits: a codebook of 16 values, and the largest value of each block. Another codebook may quantize the latter.
 
     8 bits: int8 with the largest value of each row, SCB.
     """
@@ -274,12 +274,12 @@ def _codebook(layer: Layer, state: StoredTensor) -> StoredWeight:
     offset = fields.get("nested_offset", float) if nested else 0.0
     sizes = (*shape, block, inner)
     if len(shape) != 2 or not all(is_integer(n) and 0 < n < 2**31 for n in sizes) or shape[1] % 2:
-        raise CheckpointError(f"{where}: expected sizes above 0 and even rows, got {shown(list(sizes))}")
+        raise CheckpointError(f"{where}: expected sizes above 0 and rows of even length, got {shown(list(sizes))}")
     rows, columns = shape
     weight, blocks = layer["weight"], -(-rows * columns // block)
     if weight.read().nbytes != rows * columns // 2:
         raise weight.error(f"expected {rows * columns // 2} bytes")
-    packed = weight.read().flatten().view(torch.uint8)  # the bytes may be stored as other numbers
+    packed = weight.read().flatten().view(torch.uint8)  # the bytes may be stored in another dtype
     values = layer["weight.quant_map"].expect(("F32",), (16,)).read()
     absmax = layer["weight.absmax"].expect(("U8",) if nested else ("F32",), (blocks,)).read()
     if nested:
@@ -288,7 +288,7 @@ def _codebook(layer: Layer, state: StoredTensor) -> StoredWeight:
 
     def floats(part: slice) -> Tensor:
         first, last = part.start * columns, part.stop * columns
-        pairs = torch.cartesian_prod(values, values)  # (256, 2), by byte; the first in the high 4 bits
+        pairs = torch.cartesian_prod(values, values)  # (256, 2): the values of each byte, high 4 bits first
         found = F.embedding(packed[first // 2 : last // 2].int(), pairs).flatten()  # (n K,)
         start, end = first // block, -(-last // block)
         largest = absmax[start:end]
@@ -300,7 +300,7 @@ def _codebook(layer: Layer, state: StoredTensor) -> StoredWeight:
     return DequantizedWeight(layer, "NF4", (rows, columns), floats)
 
 
-# quant_method -> the method, given the entries of quantization_config. It raises ConfigError.
+# quant_method -> a function that returns the Method for a quantization_config, or raises ConfigError
 METHODS: dict[str, Callable[[Fields], Method]] = {
     "gptq": gptq, "awq": awq, "fp8": fp8, "fbgemm_fp8": fp8, "compressed-tensors": compressed_tensors,
     "bitsandbytes": bitsandbytes, METHOD: clearllama,

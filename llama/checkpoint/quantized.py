@@ -1,7 +1,7 @@
 """Reader and writer of the folders of `clearllama quantize`: Hugging Face folders with quantized matrices.
 
 config.json has a quantization_config. A matrix NAME.weight is stored as NAME.tiles, bytes that tiles.py packed, so
-loading only maps them. The file's metadata has their format under that name:
+loading only maps them. The file's metadata has, under that name, the format of the tiles:
 
     {"shape": [2048, 2048], "bits": 4, "group": 32, "offset": true}
 
@@ -81,7 +81,7 @@ class PackedWeight(StoredWeight):
 
 # ------------------------------------------------------------------------------------------------------- writing
 def write(folder: Path, model: Model, formats: Mapping[str, GroupFormat], scheme: str, shards: int) -> None:
-    """Fill an empty folder. formats: of the weights that model.read returns as tiles."""
+    """Fill an empty folder. formats: the weights that model.read returns as tiles -> their formats."""
     entries = {}
     for name in sorted(model.shapes, key=lambda name: (name not in formats, -model.dtypes[name].itemsize)):  # aligned
         theirs = to_file_name(name, HUGGING_FACE_NAMES)
@@ -90,7 +90,7 @@ def write(folder: Path, model: Model, formats: Mapping[str, GroupFormat], scheme
             continue
         rows, columns = model.shapes[name]
         shape = tiles_shape((rows, columns), formats[name])
-        bits, group, offset, *_ = formats[name]  # without a codebook or two levels of scales
+        bits, group, offset, *_ = formats[name]  # these have no codebook and no second level of scales
         metadata = json.dumps({"shape": [rows, columns], "bits": bits, "group": group, "offset": offset})
         entry = Entry(torch.uint8, shape, partial(model.read, name), metadata)
         entries[theirs.removesuffix("weight") + "tiles"] = entry

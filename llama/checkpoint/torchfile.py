@@ -1,4 +1,4 @@
-"""Reader of torch's files (.pth, pytorch_model.bin): torch.load in its safe mode, and what that does not check.
+"""Reader of torch's files (.pth, pytorch_model.bin): torch.load in its safe mode, and the checks that it lacks.
 
 `weights_only` runs no code of the file, but a bytearray(n) can fill memory, and a tuple nested a million deep can crash
 the process; so the pickle's operations are read first. `mmap` leaves the values in the file, but trusts the sizes in
@@ -33,15 +33,15 @@ TYPES = re.compile(r"torch(\.storage)? \w+Storage|torch (bool|[a-z]+\d+\w*)")  #
 def read_torch(path: Path) -> dict[str, Tensor]:
     """The tensors of a file by name, mapped.
 
-    Raises CheckpointError if it holds anything but {str: dense CPU tensor}, or contradicts itself.
+    Raises CheckpointError if the file holds anything but {str: dense CPU tensor}, or contradicts itself.
     """
     return {name: tensor.detach() for name, tensor in read_nested(path, flat=True).items()}
 
 
 def read_nested(path: Path, flat: bool = False) -> dict[Any, Any]:
-    """A dict of dense CPU tensors, mapped, of numbers, strings and None, and of lists and dicts of all these.
+    """A file's dict of dense, mapped CPU tensors, numbers, strings and None, and of lists and dicts of all these.
 
-    flat  allow only {str: tensor}; otherwise, a list or dict may be in itself
+    flat  allow only {str: tensor}; otherwise, a list or dict may contain itself
 
     Raises CheckpointError if the file holds anything else, or contradicts itself.
     """
@@ -51,14 +51,14 @@ def read_nested(path: Path, flat: bool = False) -> dict[Any, Any]:
         return _read_archive(path, flat)
     except LlamaError:
         raise
-    except Exception as error:  # of a dozen kinds; torch wraps some in a text that recommends weights_only=False
+    except Exception as error:  # a dozen kinds occur; torch wraps some in a text that recommends weights_only=False
         cause = error.__context__ or error
         raise DamagedError(f"torch.load can't read {path} ({type(cause).__name__}: {cause!s:.120})") from None
 
 
 def _read_archive(path: Path, flat: bool) -> dict[Any, Any]:
     records = read_records(path)
-    reader: Any = torch._C.PyTorchFileReader(str(path))  # torch.load's, so that both see the same pickle
+    reader: Any = torch._C.PyTorchFileReader(str(path))  # torch.load uses this reader, so both see the same pickle
     content = reader.get_record("data.pkl")
     crc = records["data.pkl"].CRC
     if crc and zlib.crc32(content) != crc:  # 0: written without checksums

@@ -31,7 +31,7 @@ class Blocks(NamedTuple):
 
 
 class Weight:
-    """A weight of a checkpoint; `weight[rows]` or `weight[rows, columns]` is a part of it, in slices.
+    """A weight of a checkpoint; `weight[rows]` or `weight[rows, columns]` is a part of it; rows and columns are slices.
 
     Its values are read by `floats`, `groups`, `blocks` and `tiles`, and by nothing else.
 
@@ -63,11 +63,11 @@ class Weight:
 
     @property
     def part(self) -> tuple[slice, ...]:
-        """The part of the complete weight: its rows and, for a matrix, its columns."""
+        """Where this part is in the complete weight: a slice of rows and, for a matrix, one of columns."""
         return tuple(slice(own.start, own.stop) for own in self.ranges)
 
     def row_format(self) -> GroupFormat | None:
-        """The `format` of complete rows."""
+        """The `format` that the weight would have with complete rows."""
         return None
 
     @property
@@ -83,19 +83,19 @@ class Weight:
         return self.format is not None and format in (self.format, self.format.simple)
 
     def groups(self) -> GroupedWeight:
-        """The integers in which a matrix is stored, if it has a `format`."""
+        """The integers and scales of a matrix, which must have a `format`."""
         raise NotImplementedError
 
     def blocks(self) -> Blocks | None:
-        """A matrix in complete blocks of a GGUF type in READERS, if it is stored so; `groups` has the same values."""
+        """The matrix in complete blocks of a GGUF type in READERS, equal to `groups`; None if it is not stored so."""
         return None
 
     def tiles(self) -> Tensor | None:
-        """A matrix packed by tiles.pack and mapped, if it is stored so; its format is `format`."""
+        """The matrix in `format`, packed by tiles.pack and mapped; None if it is not stored so."""
         return None
 
     def dequantized(self) -> Tensor:
-        """`floats` of a few rows of a quantized matrix."""
+        """The floating-point values of a quantized matrix; `floats` calls this for a few rows at a time."""
         return self.groups().weight
 
     def floats(self) -> Tensor:
@@ -159,7 +159,7 @@ class ReorderedWeight(DerivedWeight):
         return self.base.row_format()
 
     def _rows(self) -> tuple[Weight, Tensor]:
-        """The part of the base that has all rows of this part, and their numbers in it."""
+        """A part of the base that contains all rows of this part, and the index of each row in it."""
         order = self.order[self.part[0]]
         first, last = (int(end) for end in order.aminmax())
         rest: Any = self.part[1:]
@@ -184,8 +184,8 @@ class ReorderedWeight(DerivedWeight):
 class ScaledWeight(DerivedWeight):
     """A weight times a factor, or times one factor for each row (a tensor).
 
-    `floats` are the products in float32, which are rounded once, when they are stored; a power of two is exact. In a
-    quantized weight, scales and offsets are multiplied in float32; the integers stay. Packing rounds to float16.
+    `floats` returns the products in float32. They are rounded once, when they are stored; a power of two is exact. In a
+    quantized weight, only scales and offsets are multiplied, in float32. Packing rounds them to float16.
     """
 
     def __init__(self, base: Weight, factor: float | Tensor):
@@ -195,7 +195,7 @@ class ScaledWeight(DerivedWeight):
 
     def row_format(self) -> GroupFormat | None:
         found = self.base.row_format()
-        # With two levels of scales, the factors are so small that in float16 even smaller ones would lose digits.
+        # The scales' own factors in two-level formats are so small that smaller ones would lose digits in float16.
         return found.simple if found and found.levels and bool((self.factors.abs() < 1).any()) else found
 
     def floats(self) -> Tensor:

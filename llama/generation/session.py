@@ -157,7 +157,7 @@ class Session:
             raise _damaged(path, "its checksum does not match")
         ids = tensors.pop("tokens", torch.empty(0)).tolist()  # (N,)
         if not ids or not all(isinstance(id, int) and 0 <= id < model.config.vocab_size for id in ids):
-            raise _damaged(path, f"it has no list of token ids below {model.config.vocab_size}")
+            raise _damaged(path, f"it must have a list of token ids below {model.config.vocab_size}")
         cache = model.new_cache()
         cache.place(len(ids))
         buffers = _used(cache, len(ids))  # views of the cache

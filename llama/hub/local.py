@@ -31,7 +31,7 @@ def found() -> list[Local]:
 
 
 def _shared() -> Iterator[Local]:
-    """The models in the hub's cache: of a repository, the one that its name means, and every GGUF model."""
+    """The models in the hub's cache: for each repository, the model that its name means, and every GGUF model."""
     from huggingface_hub import CacheNotFound, constants, scan_cache_dir
 
     try:
@@ -43,7 +43,7 @@ def _shared() -> Iterator[Local]:
             files = [file.file_path for file in revision.files]
             inside = [path.relative_to(revision.snapshot_path).as_posix() for path in files]
             quants = sorted(name for name in inside if name.endswith(".gguf") and not OTHER_GGUF.search(name))
-            names: dict[Path, str] = {}  # the shortest of each model
+            names: dict[Path, str] = {}  # path -> the shortest name
             for id in (HubId(repo.repo_id, name, ref) for name in ("", *quants)):
                 if path := find_cached(id):
                     names.setdefault(path, str(id))
@@ -77,7 +77,7 @@ def removable(name: str) -> tuple[list[Path], int, bool]:
         if root.is_symlink() or root.resolve() not in (path.resolve(), *path.resolve().parents):
             raise UsageError(f"{path} is a symbolic link to {os.path.realpath(path)}; remove it yourself")
     files = [root, *root.rglob("*")]
-    if found != root:  # in the hub's cache, a file is a link to a blob, as the same file of another revision is
+    if found != root:  # the hub's cache has links to blobs; revisions with the same file link to the same blob
         blobs = {path.resolve() for path in paths}
         paths = files = [*paths, *(file for file in files if file.resolve() in blobs and file not in paths)]
     size = sum(file.lstat().st_size for file in files if file.is_file() and not file.is_symlink())

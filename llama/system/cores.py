@@ -21,7 +21,7 @@ VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # set by the user; PyTorch r
 @functools.cache
 def default_threads() -> int:
     """The number of threads by the user's environment variables, or by what this process may use."""
-    if any(map(os.environ.get, VARIABLES)) or not hasattr(os, "sched_getaffinity"):  # macOS and Windows have none
+    if any(map(os.environ.get, VARIABLES)) or not hasattr(os, "sched_getaffinity"):  # macOS and Windows lack it
         import torch
 
         return torch.get_num_threads()
@@ -35,7 +35,7 @@ def available_cores(allowed: Collection[int], root: Path = Path("/")) -> int:
     root     contains proc and sys
     """
     topology = root / "sys/devices/system/cpu"
-    # The CPUs of a core, such as "0,32"
+    # Each core has one list of its CPUs, such as "0,32"
     cores = len({read(topology / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in allowed})
     for _, quota, period in limits("cpu", root, "cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us"):
         if period:

@@ -1,4 +1,4 @@
-"""Untrusted JSON: read by Python's json, then checked: at once by a table, or entry by entry (`Fields`)."""
+"""Untrusted JSON: read by Python's json, then checked as a whole (`checked`) or entry by entry (`Fields`)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KINDS: dict[Any, str] = {
 
 
 def read_json(path: Path, largest: int = LARGEST) -> dict[str, Any]:
-    """The object in a JSON file. Raises CheckpointError as `read_file`, or if it is not an object."""
+    """The object in a JSON file. Raises CheckpointError as `read_file`, or if the JSON is not an object."""
     return parse_json(read_file(path, largest), str(path), DamagedError)
 
 
@@ -57,7 +57,7 @@ def parse_json(raw: bytes, where: str, error: type[LlamaError] = CheckpointError
 
 
 def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object; json itself would keep the last of two values of one key."""
+    """An object. Raises ValueError if a key occurs twice; json itself would keep its last value."""
     out = dict(pairs)
     if len(out) < len(pairs):
         raise ValueError("a key occurs twice in an object")
@@ -65,7 +65,7 @@ def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A value that JSON has: a number that is not finite becomes a string."""
+    """The value in a form that JSON has: a number that is not finite becomes a string."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -85,7 +85,7 @@ class Required(NamedTuple):
 
 
 def checked(value: Any, kind: Any, where: str = "", error: type[LlamaError] = UsageError) -> Any:
-    """The value, without the entries of objects that are null. Raises `error` unless it is of the kind, one of these:
+    """The value, without null entries of objects. Raises `error` unless it is of the kind, which is one of these:
 
     a type of KINDS, or `object` for any value. A float may be an integer, and is finite; an int is not true or false
     (low, high)    an integer in this range
@@ -138,7 +138,7 @@ class Fields:
     def get(self, key: str, type: type[T], default: Any = Required) -> T:
         """The value of a key, of a type that `checked` accepts. A null counts as missing.
 
-        Raises ConfigError with the key, the value and the type; also if the key is missing and there is no default.
+        Raises ConfigError if the value has another type, or if the key is missing and there is no default.
         """
         self.keys_read.add(key)
         value = self.values.get(key)
@@ -161,14 +161,14 @@ def _matches(value: Any, type: Any) -> bool:
 
 
 def by_id(value: Any, where: str) -> dict[int, Any]:
-    """An object whose keys are ids, as a kind of `checked`: {id: value}."""
+    """A kind for `checked`: an object whose keys are ids. Returns {id: value}."""
     if not all(ID.fullmatch(key) for key in checked(value, dict, where)):
         raise UsageError(f"the keys of {where} must be token ids, got {shown(value)}")
     return {int(key): item for key, item in value.items()}
 
 
 def start_of(path: Path) -> bytes:
-    """The first bytes of a file. Raises CheckpointError if it is not regular, or those of a failed download."""
+    """The first bytes of a file. Raises CheckpointError if it is empty or not regular, or left by a failed download."""
     try:
         if not path.is_file():  # opening a pipe could block
             reason = "is missing" if not os.path.lexists(path) else "is not a regular file"

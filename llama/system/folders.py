@@ -41,7 +41,7 @@ def load_code(path: Path, make: Callable[[Path], None], load: Callable[[str], T]
     folder = path.parent
     folder.mkdir(0o700, parents=True, exist_ok=True)
     if not is_private(folder):
-        raise OSError(f"other users can write to {folder}; run chmod 700 on it, or set CLEARLLAMA_CACHE to your own")
+        raise OSError(f"other users can write to {folder}; run chmod 700 on it, or set CLEARLLAMA_CACHE to another")
     if path.is_file():
         with contextlib.suppress(OSError, RuntimeError):
             content = path.read_bytes()

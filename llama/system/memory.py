@@ -1,7 +1,7 @@
 """The memory that a run needs, the memory that is free, and an error if it does not fit, before any weight is read.
 
 Without this check the system would kill the process or swap. Free is the smallest amount that the machine and every
-limit on the process leave: containers set limits by Linux's control groups. One that is not reported is ignored.
+limit on the process leave: containers set limits by Linux's control groups. A limit that is not reported is ignored.
 """
 
 from __future__ import annotations
@@ -86,8 +86,9 @@ def free_memory(device: torch.device | str = "cpu", root: Path = Path("/")) -> R
 def limits(controller: str, root: Path, *files: str) -> Iterator[tuple[Path, int, int]]:
     """The control groups of this process, from its own to the root, each with the two numbers in its `files`.
 
-    `files` names the files of both cgroup versions. A group with other words there, such as "max", is left out. Inside
-    a container, the path of the group may be the one outside of it; the root of the mount is the container's.
+    `files` names the files of both cgroup versions. A group whose files have other words, such as "max", is left
+    out. Inside a container, the path of the group may be its path on the host, where nothing is found; then the root of
+    the mount is the container's group.
     """
     for line in read(root / "proc/self/cgroup").splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")

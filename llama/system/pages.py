@@ -1,4 +1,4 @@
-"""Pages of memory: what the system is advised to do with those of a tensor. Without madvise, nothing happens."""
+"""Advice to the system about the memory pages of a tensor. Without madvise, nothing happens."""
 
 from __future__ import annotations
 

@@ -16,12 +16,12 @@ from typing import IO, Any
 
 @contextlib.contextmanager
 def own_temporary(folder: Path, prefix: str) -> Iterator[Path]:
-    """Make a temporary folder in `folder` and remove it on exit. Remove those of killed processes, too."""
+    """Make a temporary folder in `folder` and remove it on exit. Also remove those that killed processes left."""
     for left in folder.glob(f"{prefix}-*.tmp/.lock"):
         with contextlib.suppress(ImportError, OSError), open(left, "r+") as file:
             lock(file)
             shutil.rmtree(left.parent, ignore_errors=True)
-            left.touch()  # for the next try, if a program still writes to the folder; else, it is gone, and this fails
+            left.touch()  # if a program still writes there, the next call tries again; else the folder is gone: fails
     unique = tempfile.TemporaryDirectory(prefix=f"{prefix}-", suffix=".tmp", dir=folder, ignore_cleanup_errors=True)
     with unique as work, open(Path(work, ".new"), "w") as file:
         with contextlib.suppress(ImportError, OSError):  # without a lock, no other process removes the folder

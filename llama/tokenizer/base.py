@@ -19,13 +19,13 @@ from .common import INFILL, PREFIX, SUFFIX, Named, looks_control, named_token, s
 
 # Unicode's White_Space, which the `tokenizers` library strips; Python's strip() also removes four control characters
 WHITE_SPACE = "".join(one for one in map(chr, range(0x3001)) if one.isspace() and not "\x1c" <= one <= "\x1f")
-JOINER = "\u263a"  # stands before a text that continues another one, as in Code Llama; no token joins it with others
+JOINER = "\u263a"  # put before a text that continues another one, as in Code Llama; no longer token contains it
 
 LONGEST_PARTIAL = 3  # an incomplete character in UTF-8 has at most three bytes
 
 
 def _valid(text: str) -> str:
-    """The text itself. Raises TokenizerError if it has a lone surrogate, which each library handles differently."""
+    """Return the text. Raises TokenizerError if it has a lone surrogate, which each library handles differently."""
     if not isinstance(text, str):
         raise TokenizerError(f"text must be a string, got {type(text).__name__}")
     try:
@@ -73,7 +73,7 @@ class Tokenizer(ABC):
     characters. Only code appends control ids: `bos` and `eos` here, the turns of a conversation in llama/chat/.
 
     kind                  a description of the vocabulary
-    data, settings        the content of the file, and of tokenizer_config.json or what a GGUF file has in its place
+    data, settings        the content of the file; that of tokenizer_config.json, or the same keys from GGUF metadata
     n_vocab               number of ids; every id is smaller
     bos_id, eos_id        ids of begin and end of text, or None if the vocabulary has none
     add_bos               True if the model was trained with bos before every text
@@ -81,7 +81,7 @@ class Tokenizer(ABC):
     special               `control` and the unknown token, whose id can also come from text
     stop_ids              ids that end an answer
     strips_leading_space  True if decoding removes the first space, because encoding added one
-    strips                control string -> (whether a chat drops the white space before it, and after it)
+    strips                control string -> whether a chat drops white space: (before it, after it)
     visible               control strings with a text: they are control only because the chat template writes them
     """
 
@@ -123,7 +123,7 @@ class Tokenizer(ABC):
 
     @functools.cached_property
     def _decoded(self) -> dict[int, bytes]:
-        """The bytes of the ids that were decoded."""
+        """The cache of `token_bytes`: id -> bytes."""
         return {}
 
     @functools.cached_property
@@ -174,7 +174,7 @@ class Tokenizer(ABC):
             token = named_token(settings, key) if key in settings else token
             ends.append(ids[token] if token is not None else next((id for id in others if id in self.token_of), None))
         self.bos_id, self.eos_id = ends
-        stops = [id for id in named.stop_ids if id in self.token_of]  # the others have no token
+        stops = [id for id in named.stop_ids if id in self.token_of]  # the other ids have no token
         marks = marks | {self.token_of[id] for id in (*ends, *stops) if id is not None}
         control = marks | {token for token, flags in added.items() if flags.get("special") or looks_control(token)}
         self.visible = written_by(named.template, added.keys() - control)
@@ -206,7 +206,7 @@ class Tokenizer(ABC):
         """Ids of a raw prompt, with bos if `add_bos` is set. An empty prompt is bos alone, if there is a bos.
 
         parse_special  as in `encode`; a text that begins with the control string of bos gets no second bos
-        suffix         a text; the prompt then asks for the text before it. TokenizerError if no infill ids exist
+        suffix         text after the text that the model is to write. Raises TokenizerError if there are no infill ids
         """
         if suffix is not None and parse_special:
             raise UsageError("suffix can't be combined with parse_special: leave one of them out")
@@ -247,7 +247,7 @@ class Tokenizer(ABC):
         return next((form for form in INFILL if self.control.keys() >= {*form} - {PREFIX, SUFFIX}), None)
 
     def _encode_infill(self, prefix: str, suffix: str) -> list[int]:
-        """Ids of `infill`, with a leading space only before the prefix.
+        """Ids of an infill prompt, with a leading space only before the prefix.
 
         As in meta-llama/codellama llama/generation.py (infilling_prompt_tokens) and in mistral-common.
         """

@@ -26,13 +26,13 @@ INFILL = (
     ("<[fim-suffix]>", SUFFIX, "<[fim-prefix]>", PREFIX, "<[fim-middle]>"),  # Seed-Coder
     ("[SUFFIX]", SUFFIX, "[PREFIX]", PREFIX),  # Codestral: the prefix is the last part, the middle continues it
 )
-EOT = "\u2581<EOT>"  # after Code Llama's middle
+EOT = "\u2581<EOT>"  # ends the middle in Code Llama
 
 # Control tokens in every vocabulary that has them, whatever their type in the file. <step> separates the messages of
 # Code Llama 70B Instruct.
 MARKS = frozenset({EOT, "<step>"}.union(*INFILL) - {PREFIX, SUFFIX})
 
-FLAGS = ("single_word", "lstrip", "rstrip", "normalized")  # of an added token, besides "special"
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized")  # flags of an added token, besides "special"
 
 # Control strings that end an answer even if the file does not name their ids. Most are llama.cpp's names.
 END_NAMES = (
@@ -47,7 +47,7 @@ class Named:
 
     bos_ids   bos ids of config.json and generation_config.json; the first is used if the vocabulary names none
     stop_ids  ids of these files that end an answer
-    template  the chat template; several follow each other
+    template  the chat template; several are joined to one text
 
     These ids, and the tokens that the template writes (see `written_by`), are control ids: no text becomes one.
     """
@@ -93,7 +93,7 @@ def looks_control(token: str) -> bool:
 
 
 def number_tokens(vocabulary: Mapping[str, int], added: Iterable[str]) -> dict[str, int]:
-    """Token -> id, of a vocabulary and its added tokens, which the `tokenizers` library numbers in this way."""
+    """{token: id} of a vocabulary and its added tokens, numbered as by the `tokenizers` library."""
     ids, last = dict(vocabulary), -1
     for token in filter(None, added):
         last = max(last, ids.setdefault(token, max(len(vocabulary), last + 1)))
@@ -108,7 +108,7 @@ def stop_ids(control: Mapping[str, int], named: Collection[int | None]) -> froze
 def added_by_settings(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The tokens that tokenizer_config.json adds to a vocabulary, as entries of added_tokens in a tokenizer.json.
 
-    As in transformers: first those of added_tokens_decoder, by id, then those that are only named.
+    In the order of transformers: first those of added_tokens_decoder, by id, then those that are only named.
     """
     listed = settings.get("added_tokens_decoder") or {}
     found = added_tokens({**listed[id], "id": int(id)} for id in sorted(listed, key=int))
@@ -124,7 +124,7 @@ def added_by_settings(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def added_tokens(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The entries of added tokens by their text. Raises TypeError for a value of another type."""
+    """The entries of added tokens by their text. Raises TypeError if a value has a wrong type."""
     found = {}
     for entry in entries:
         if not isinstance(content := entry["content"], str):
@@ -171,7 +171,7 @@ def piece_bytes(piece: str, byte_fallback: bool) -> bytes:
 
 @contextlib.contextmanager
 def library_errors(where: str, what: str) -> Iterator[None]:
-    """Turn an exception of a tokenizer library into a TokenizerError: `where`: `what`: the library's message."""
+    """Turn an exception of a tokenizer library into a TokenizerError: "where: what: the library's message"."""
     try:
         yield
     except TokenizerError:

@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file: its metadata as a tokenizer.json or as a SentencePiece model, run by those readers.
+"""The tokenizer of a GGUF file. Its metadata are converted to a tokenizer.json or to a SentencePiece model, in memory.
 
 LLaMA files have one of two kinds (key tokenizer.ggml.model):
     gpt2   byte-level BPE with a merge list; the key tokenizer.ggml.pre names the rule that splits text into words
@@ -25,7 +25,7 @@ from .words import DEFAULT, RULES
 # llama.cpp's token types (llama.h, enum llama_token_type)
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")  # ids that end an answer
-FIM = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}  # infill ids, and their older names
+FIM = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}  # infill ids -> their older names
 
 # Fields of SentencePiece's TrainerSpec and NormalizerSpec; BPE is a value of MODEL_TYPE
 MODEL_TYPE, BYTE_FALLBACK, UNK_SURFACE, REMOVE_EXTRA_WHITESPACES = 3, 35, 44, 4
@@ -45,7 +45,7 @@ def from_metadata(metadata: Mapping[str, Any], where: str) -> Tokenizer:
 
 
 class GGUFTokenizer(Tokenizer):
-    """Common to both kinds.
+    """What both kinds share.
 
     tokens, types  one per id; the types are corrected: every control token has the type CONTROL
     metadata       the metadata of the file
@@ -122,7 +122,7 @@ class SentencePieceTokenizer(GGUFTokenizer, SentencePieceModelTokenizer):
         scores = np.asarray(metadata["tokenizer.ggml.scores"], "<f4")
         if not np.isfinite(scores).all():
             raise ValueError("tokenizer.ggml.scores has a value that is not finite")
-        # A piece: its text (field 1), score (2, four bytes) and type (3)
+        # The fields of a piece: its text has the number 1, its score (four bytes) 2, its type 3
         score_and_type = [b"\x15%b\x18%c" % pair for pair in zip(scores.view("V4").tolist(), self.types, strict=True)]
         pieces = [
             write_field(1, token.encode()) + more for token, more in zip(self.tokens, score_and_type, strict=True)

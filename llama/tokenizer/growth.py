@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Backend
 
 from ..errors import TokenizerError
 
-# Characters written for one. Llama 2's steps may write 2, those of SmolLM2 4, and NFKC 18.
+# The most characters that steps may write for one. Llama 2's may write 2, those of SmolLM2 4, and NFKC 18.
 LARGEST_GROWTH = 256
 
 # Steps that lengthen a text, and the most characters that they write for one
@@ -23,7 +23,7 @@ def check_growth(backend: Backend, where: str) -> None:
     """Raise TokenizerError if the steps before the model may lengthen a text more than LARGEST_GROWTH times.
 
     The library has no bound: a few replacements that each double a text fill the memory, and then the library ends
-    the process. A step that writes once per text is counted per character, as added tokens may split a text anywhere.
+    the process. A step that writes once per text is counted per character: added tokens may split a text anywhere.
     The steps are read from the library, which completes and sorts what a file writes.
     """
     steps = filter(None, (backend.normalizer, backend.pre_tokenizer))
@@ -51,6 +51,6 @@ def growth(part: dict[str, Any]) -> float:
 
 
 def longest_replacement(charsmap: bytes) -> int:
-    """Most characters of a text in SentencePiece's table: the size of a trie, the trie, texts that end with NUL."""
+    """The length of the longest text in SentencePiece's table: a trie's size, the trie, texts that end with NUL."""
     texts = charsmap[4 + int.from_bytes(charsmap[:4], "little") :]
     return max(len(text.decode(errors="replace")) for text in texts.split(b"\0"))

@@ -50,10 +50,10 @@ def recognizes(start: bytes) -> bool:
 
 
 def build(source: Mapping[str, Any], where: str, hidden: Set[str | None] = frozenset()) -> Backend:
-    """The library's tokenizer of a file, in which no text matches the tokens in `hidden`; they keep their ids.
+    """The library's tokenizer of a file. No text matches the tokens in `hidden`, but they keep their ids.
 
-    BPE models are passed as Python objects, which takes half the time of JSON. Added tokens come last, because the
-    library normalizes them, and the normalizer may grow a text without bound.
+    BPE models are passed as Python objects, which takes half the time of JSON. Added tokens come last, after
+    `check_growth`: the library normalizes them, and a normalizer may lengthen a text without bound.
     """
     name = {token: f"\uffff{token}" for token in hidden}
     model, vocab = dict(source["model"]), source["model"]["vocab"]
@@ -91,7 +91,7 @@ def build(source: Mapping[str, Any], where: str, hidden: Set[str | None] = froze
 class HuggingFaceTokenizer(Tokenizer):
     """The tokenizer of a tokenizer.json. Ids without a token have no text.
 
-    data      the bytes of the file, or what it would contain
+    data      the bytes of the file, or the content that a file would have
     settings  the parsed tokenizer_config.json, if there is one
     """
 
@@ -136,7 +136,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.strips_leading_space = not self.byte_level and decode(["\u2581a"]) == "a"
         pieces = vocab if isinstance(vocab, dict) else {piece: id for id, (piece, _) in enumerate(vocab)}
         ids = number_tokens(pieces, self.added)
-        around = probe.encode("a")  # with what the file adds before and after a text
+        around = probe.encode("a")  # and the tokens that the file adds before and after a text
         at = around.special_tokens_mask.index(0)
         before, after = around.tokens[:at], around.tokens[at + 1 :]
         usual = [next(iter(token for token in names if token in self.added), None) for names in (before or BOS, EOS)]
@@ -178,7 +178,7 @@ class HuggingFaceTokenizer(Tokenizer):
             raise TokenizerError(
                 f"{self._where}: the text or a step of the file has U+FFFF, reserved for hidden tokens"
             )
-        if lost := self._missing.intersection(text.encode()):  # unless a longer token contains such a byte
+        if lost := self._missing.intersection(text.encode()):  # a longer token may contain such a byte
             encoded = b"".join(map(self.token_bytes, ids))
             for byte in lost:
                 if text.encode().count(byte) > encoded.count(byte):
@@ -191,7 +191,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def _reference(self) -> Backend:
-        """The library's tokenizer of the file as it is: a text may become control tokens."""
+        """The library's tokenizer of the unchanged file, in which parts of a text may become control tokens."""
         return build(self._source(), self._where)
 
     def _encode_after_control(self, text: str) -> list[int]:

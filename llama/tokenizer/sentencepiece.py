@@ -39,7 +39,7 @@ VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 
 
 def recognizes(start: bytes) -> bool:
-    """Whether a message begins whose first field is a piece: a message that begins with text."""
+    """Whether these bytes begin a model: its first field is a piece, whose first field is a text."""
     return start[:1] == b"\n" and b"\n" in start[2:4]
 
 

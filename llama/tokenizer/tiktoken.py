@@ -1,4 +1,4 @@
-"""Llama 3's tokenizer.model: byte-level BPE, lines of a token in base64 and its rank, run by the tiktoken library.
+"""Llama 3's tokenizer.model: byte-level BPE. A line has a token in base64 and its rank; the tiktoken library encodes.
 
 The word pattern, the 256 control strings after the ranks and the limits on long texts are those of meta-llama's
 llama-models (llama3/tokenizer.py).
@@ -77,7 +77,7 @@ def pieces(text: str) -> Iterator[str]:
 class TiktokenTokenizer(Tokenizer):
     """The tokenizer of Llama 3's tokenizer.model; the control ids follow the last rank.
 
-    A file truncated at the end of a line looks like a smaller vocabulary; only the model's vocabulary size shows it.
+    A file truncated at the end of a line looks like a smaller vocabulary; only the model's vocabulary size reveals it.
     """
 
     def __init__(self, data: bytes, where: str, settings: Mapping[str, Any] | None = None, named: Named = NOTHING):

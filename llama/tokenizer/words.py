@@ -24,7 +24,7 @@ BEFORE, OTHERS = r"[^\r\n\p{L}\p{N}]?", r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+
 TEKKEN_WORDS = rf"{BEFORE}{UPPER}*{LOWER}+|{BEFORE}{UPPER}+{LOWER}*|\p{{N}}{OTHERS}"
 ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 GPT4O_WORDS = rf"{BEFORE}{UPPER}*{LOWER}+{ENDING}|{BEFORE}{UPPER}+{LOWER}*{ENDING}|\p{{N}}{{1,3}}{OTHERS}"
-CASED = (  # of DeepSeek LLM: the letters with case, but not those of later versions of Unicode
+CASED = (  # DeepSeek LLM's letters with case, without those of later versions of Unicode
     "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽ"
     "ᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼ"
     "ℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
@@ -33,7 +33,7 @@ CJK = "[一-龥ࠀ-一가-퟿]+"
 
 
 def split(*patterns: str) -> PreTokenizer:
-    """Apply patterns in order. Each splits both the matches of the last one and the text between."""
+    """Apply patterns in order. Each splits both the matches of the previous one and the text between them."""
     steps = [Split(Regex(pattern), "isolated") for pattern in patterns]
     return Sequence([*steps, ByteLevel(add_prefix_space=False, use_regex=False)])
 
@@ -44,7 +44,7 @@ class Rule(NamedTuple):
     words          the pre-tokenizer
     ignore_merges  a word that is itself a token is used directly, without merges
     add_bos        the default of tokenizer.ggml.add_bos_token
-    normalizer     the step before the words, if there is one; llama.cpp does without it
+    normalizer     the step before the words, if there is one; llama.cpp leaves this step out
     """
 
     words: PreTokenizer
@@ -56,7 +56,7 @@ class Rule(NamedTuple):
 GPT2 = ByteLevel(add_prefix_space=False, use_regex=True)
 DIGITS = Rule(Sequence([Digits(individual_digits=True), GPT2]))
 LLAMA3 = Rule(split(LLAMA3_WORDS), ignore_merges=True, add_bos=True)
-DEFAULT = "default"  # llama.cpp's rule for files without a name
+DEFAULT = "default"  # llama.cpp's rule for files that name no rule
 
 # tokenizer.ggml.pre -> rule. Of several names for one rule, the first is written.
 RULES = {

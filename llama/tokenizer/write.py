@@ -1,4 +1,4 @@
-"""Write any tokenizer as GGUF metadata or as a tokenizer.json, for exactly the same ids.
+"""Write any tokenizer as GGUF metadata or as a tokenizer.json that gives exactly the same ids.
 
 GGUF's metadata is the common form: every other kind is converted to it, and a tokenizer.json is built from it by the
 `tokenizers` library. A tokenizer that was read from the requested format is copied. `check_equal` compares what was
@@ -37,7 +37,7 @@ from .sentencepiece import (
 from .tiktoken import N_CONTROL, TiktokenTokenizer
 from .words import RULES
 
-PADDING_SCORE = -10000.0  # llama.cpp's
+PADDING_SCORE = -10000.0  # as in llama.cpp
 SPACE = "\u2581"
 CHARACTER_OF = {byte: character for character, byte in BYTE_OF.items()}
 
@@ -66,7 +66,7 @@ def gguf_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
         types = kind["token_type"]
         ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id}
         ids["unknown"] = types.index(UNKNOWN) if UNKNOWN in types else None
-        unnamed = tokenizer.stop_ids - stop_ids(tokenizer.control, [tokenizer.eos_id])  # readers know the other names
+        unnamed = tokenizer.stop_ids - stop_ids(tokenizer.control, [tokenizer.eos_id])  # the others are known by name
         ids |= dict(zip(("eot", "eom"), sorted(unnamed), strict=False))
         kind |= {f"{name}_token_id": id for name, id in ids.items() if id is not None}
         kind["add_bos_token"] = tokenizer.add_bos
@@ -92,7 +92,7 @@ def _tokens(tokenizer: Tokenizer) -> list[str]:
 
 @singledispatch
 def vocabulary(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The entries that describe the tokens and how text is encoded: one function for each class of a tokenizer."""
+    """The entries that describe the tokens and how text is encoded. Each class of tokenizers has its function."""
     raise TokenizerError(f"a {tokenizer.kind} vocabulary can't be written as GGUF or tokenizer.json; {REMEDY}")
 
 
@@ -166,7 +166,7 @@ def _from_json(tokenizer: HuggingFaceTokenizer) -> dict[str, Any]:
 
 
 def _steps(step: Any) -> list[dict[str, Any]]:
-    """The single steps of a normalizer or pre-tokenizer as the library writes them, without what changes no id."""
+    """The single steps of a normalizer or pre-tokenizer as the library writes them. trim_offsets changes no id."""
     state = {} if step is None else json.loads(step.__getstate__())
     listed = state.get("normalizers") or state.get("pretokenizers") or [state]
     return [{**one, "trim_offsets": None} for one in listed if one]
