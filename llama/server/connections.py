@@ -47,7 +47,7 @@ class Protocol(H11Protocol):
         super().on_response_complete()
 
     def _late(self, before: float = math.inf) -> None:
-        """Close the connection, unless fewer than `before` bytes of the last response are left for the client to read."""
+        """Close the connection, unless fewer than `before` bytes of the last response are still to be read."""
         if 0 < (left := self.transport.get_write_buffer_size()) < before and self.loop.time() < self.end:
             self.deadline = self.loop.call_later(self.limits.receive, self._late, left)
         else:
