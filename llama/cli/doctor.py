@@ -19,7 +19,7 @@ from .common import tables
 
 OPTIONS = [
     ("--no-self-test", bool, "show versions and kernels only"),
-    ("--report", bool, "for a bug report: leave out the names of user and host, and the home folder"),
+    ("--report", bool, "anonymize a bug report: leave out the names of user and host, and the home folder"),
     ("--json", bool, "write one JSON object: clearllama, ok, findings"),
 ]
 NEEDS_TORCH = False  # a child process imports torch, since the import may fail

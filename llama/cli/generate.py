@@ -27,7 +27,7 @@ OPTIONS = [
     ("--suffix TEXT", str, "generate the text between PROMPT and this suffix (models with infilling)", RARE),
     *arguments.generation(max_new_tokens=256, fallback="greedy"),
     Group("many prompts"),
-    ("--prompts FILE", str, 'a file of JSON lines with "prompt" or "messages", and options (docs/guides/batches.md)'),
+    ("--prompts FILE", str, 'JSON lines: "prompt" or "messages", and options of each (docs/guides/batches.md)'),
     ("--output FILE", str, "the file for the answers, as JSON lines (default: standard output)"),
     ("--batch-size N", int, "number of prompts to run at once (default: 16)", RARE),
 ]

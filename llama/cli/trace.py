@@ -25,14 +25,14 @@ OPTIONS = [
     *arguments.PROMPT,
     ("--html FILE", Path, "write a page for a browser: one file, works offline"),
     arguments.LENS,
-    ("--fit-lens FILE", Path, "fit a Jacobian lens to the text in parts of 128 tokens; if FILE exists, resume its fit"),
+    ("--fit-lens FILE", Path, "fit a Jacobian lens to the text (parts of 128 tokens); if FILE exists, resume its fit"),
     ("--max-tokens N", int, "maximum number of tokens in the text", {"default": 256}),
     ("--json", bool, "write one JSON object with all numbers, no summary"),
     Group("interventions", "the RoPE options below are also interventions"),
     ("--ablate-head LAYER.HEAD", str, "set the output of a head to zero, for example 3.5; may be repeated", MANY),
     ("--layers FIRST:END", str, "run only these layers: 0:8 is layers 0 to 7"),
     ("--no-rope", bool, "do not rotate queries and keys"),
-    ("--patch-from TEXT", str, "show the effect of TEXT's residual stream in the prompt, by layer and token"),
+    ("--patch-from TEXT", str, "patch from TEXT: show what its residual stream changes here, by layer and token"),
     *arguments.model(dtype="float32"),
 ]
 

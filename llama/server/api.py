@@ -163,7 +163,7 @@ class Reply(Inbox):
         if piece.completion is not None:
             stats, once = piece.completion.stats, choice.index % self.request.n == 0  # n answers have one prompt
             if piece.completion.finish_reason == "length" and stats.new_tokens == self.most_new:
-                warn_once("an answer was cut at --max-tokens, the default of requests without max_tokens")
+                warn_once("--max-tokens, the default of requests without max_tokens, has cut an answer")
             for counts in (self.tokens, self.engine.tokens):
                 counts.update({name: getattr(stats, name) for name in COUNTED if once or name not in OF_PROMPT})
         self.put((choice, piece))

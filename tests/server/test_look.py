@@ -766,7 +766,7 @@ def test_the_activations_of_a_text_have_the_names_and_the_layout_of_transformerl
         refused = post(server, "/look/activations", ids=ids)
         assert refused.status_code == 400
         assert (
-            f"the activations of {len(ids)} tokens have {size >> 20} MiB; at most 0 MiB"
+            f"the activations of {len(ids)} tokens have {size >> 20} MiB; the limit is 0 MiB"
             in refused.json()["error"]["message"]
         )
         small.setattr("llama.server.requests.LONGEST_PAGE", 9)
