@@ -53,8 +53,9 @@ def source(tmp_path: Path) -> Path:
 )
 def test_a_round_trip_through_all_formats_is_bit_equal(tmp_path: Path, like: str) -> None:
     source = make_tiny.make(tmp_path / "meta", like, shards=2 if "405b" in like else 1)
-    hf = convert(source, tmp_path / "hf", "hf")
+    hf = convert(source, tmp_path / f"hf-{like}", "hf")
     file = convert(hf.path, tmp_path / "model.gguf", "gguf")
+    assert open_checkpoint(file.path).about["name"] == f"hf-{like}"
     back = convert(file.path, tmp_path / "back", "hf")
     assert len({proof.sha256 for proof in (hf, file, back)}) == 1
     [warning] = hf.warnings

@@ -238,7 +238,7 @@ class Chat:
         option = arguments.SYNONYMS.get(f"--{name}", name).removeprefix("--").replace("-", "_")
         names = [name for name, field in SAMPLING.items() if field.metadata["range"]]
         try:
-            changed = {option: int(value) if value.isdecimal() else float(value)}
+            changed: dict[str, Any] = {option: int(value) if value.isdecimal() else float(value)}
         except ValueError:
             changed = {}
         if not changed.keys() & names:

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from ..tools.convert import Proof
 
 
+def gguf_kind(text: str) -> str:
+    """Parse KIND of --quantize; Q4_K_M is llama.cpp's name for q4_k."""
+    return text.lower().removesuffix("_m")
+
+
 WRITING = [  # the options that convert and quantize share
     ("--shards N", int, "number of weight files in a folder (default: files of about 5 GB)", {"default": 0}),
     arguments.ADAPTER,
@@ -37,7 +42,7 @@ OPTIONS = [
     ("target DST", Path, "the new folder (hf) or file (gguf)"),
     ("--to", ["hf", "gguf"], "format of the target (default: gguf for a name in .gguf, else hf)", {"default": None}),
     ("--dtype DTYPE", str, "float32, bfloat16 or float16; needed for a quantized source (default: as stored)"),
-    ("--quantize KIND", str, "with --to gguf: q8_0, q4_0 or q4_k (Q4_K_M) for llama.cpp"),
+    ("--quantize KIND", gguf_kind, "with --to gguf: q8_0, q4_0 or q4_k (Q4_K_M) for llama.cpp"),
     *WRITING,
 ]
 

@@ -15,7 +15,7 @@ import re
 from pathlib import Path
 
 from .. import __version__
-from .common import tables
+from .common import tables, terminal
 
 OPTIONS = [
     ("--no-self-test", bool, "show versions and kernels only"),
@@ -28,6 +28,8 @@ NEEDS_TORCH = False  # a child process imports torch, since the import may fail
 def run(args: argparse.Namespace) -> int:
     from ..tools.doctor import examine
 
+    if not args.no_self_test:
+        terminal.info("checking this machine; the first time, compiling the C++ kernels can take a minute")
     findings = examine(not args.no_self_test)
     if args.report:
         findings = (

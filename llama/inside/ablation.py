@@ -21,7 +21,7 @@ from ..errors import NumericalError, UsageError
 from ..model import Transformer
 from ..text import Llama
 from .hooks import Place, patch, transformer
-from .patching import Earlier, last_logits, run
+from .patching import Earlier, last_logits, one_text, result, run
 from .trace import direct_effects, readout, recording, sink
 
 STEP = 256  # limit of the work in a step: as much as all layers on so many tokens, which is a chunk of a prompt
@@ -48,8 +48,27 @@ class AblationGrid:
     induction: Tensor | None
 
 
-@torch.inference_mode()
 def ablation_grid(
+    model: Transformer | Llama,
+    ids: Sequence[int] | Tensor,
+    token: int,
+    against: int,
+    mean: bool = False,
+    position: int | None = None,
+) -> AblationGrid:
+    """Ablate every head and every MLP layer, one at a time, and compare the logits of `token` and `against`.
+
+    ids       of one text, (T,) or (1, T)
+    mean      replace an output by its mean over the text, not by zero
+    position  ablate at this position only (default: at all positions)
+
+    Raises UsageError on a text of fewer than two tokens, NumericalError if a logit is not finite.
+    """
+    return result(ablation_steps(model, one_text(ids), token, against, mean, position))
+
+
+@torch.inference_mode()
+def ablation_steps(
     model: Transformer | Llama,
     ids: Sequence[int],
     token: int,
@@ -57,14 +76,7 @@ def ablation_grid(
     mean: bool = False,
     position: int | None = None,
 ) -> Generator[tuple[int, int], None, AblationGrid]:
-    """Ablate every head and every MLP layer, one at a time, and compare the logits of `token` and `against`.
-
-    mean      replace an output by its mean over the text, not by zero
-    position  ablate at this position only (default: at all positions)
-
-    Yields (steps done, all steps) after each step, and returns the grid. Layers before an ablated one don't run again.
-    Raises UsageError on a text of fewer than two tokens, NumericalError if a logit is not finite.
-    """
+    """Compute `ablation_grid` in steps; yields (steps done, all steps). Layers before the ablated one run only once."""
     model = transformer(model)
     if len(ids) < 2:
         raise UsageError("an ablation grid needs a text of at least two tokens")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from .exact import float32_logits
 from .hooks import transformer
 
 LEGEND = ". = -5 to 5 %, 1 to 9 = tenths, # = 95 % or more, - = below -5 %"
+T = TypeVar("T")
 ROWS = 16  # positions that are patched at once, each in its own row of a batch
 
 
@@ -45,19 +46,31 @@ class Grid:
     restored: Tensor
 
 
-def patching_grid(model: Transformer | Llama, source: Sequence[int], target: Sequence[int]) -> Grid:
-    """Put the residual stream of the source into the run on the target, at each layer and token.
+def patching_grid(model: Transformer | Llama, source: Sequence[int] | Tensor, target: Sequence[int] | Tensor) -> Grid:
+    """Put the residual stream of the source into the run on the target, at each layer and token: ids (T,) or (1, T).
 
     restored = (d - d_target) / (d_source - d_target), where d is the difference of the answers' logits after the last
     token. Raises UsageError if the texts have no tokens, different lengths or the same answer, and NumericalError if a
     logit is not finite.
     """
-    steps = patching_steps(model, source, target)
+    return result(patching_steps(model, one_text(source), one_text(target)))
+
+
+def result(steps: Generator[tuple[int, int], None, T]) -> T:
+    """Do all steps, and return what the generator returns."""
     while True:
         try:
             next(steps)
         except StopIteration as end:
             return end.value
+
+
+def one_text(ids: Sequence[int] | Tensor) -> list[int]:
+    """The ids of one text, given as a sequence or a tensor (T,) or (1, T). Raises UsageError for another shape."""
+    found = torch.as_tensor(ids)
+    if found.shape[:-1].numel() != 1:
+        raise UsageError(f"expected the ids of one text, (T,) or (1, T), got {tuple(found.shape)}")
+    return found.flatten().tolist()  # (T,)
 
 
 @torch.inference_mode()

@@ -33,7 +33,7 @@ from ..generate import prefill_chunks, room_for
 from ..generation.answer import Job
 from ..generation.prefix import shared_prefix
 from ..inside import trace, trace_page
-from ..inside.ablation import ablation_grid, without_sources
+from ..inside.ablation import ablation_steps, without_sources
 from ..inside.exact import can_copy, float32_copy, float32_logits, rounding
 from ..inside.hooks import Function, activations, patch
 from ..inside.intervene import ablated
@@ -361,8 +361,8 @@ class Looks:
         yield {"without": [_short(x) for x in found]}
 
     def grid(self, ids: list[int], off: Heads = (), **options: Any) -> Steps:
-        """Yield the progress of the ablation grid, then the grid. The options are those of `ablation_grid`."""
-        grid = yield from self._progress(ablation_grid(self.exact, ids, **options), off)
+        """Yield the progress of the ablation grid, then the grid. The options are those of `ablation_steps`."""
+        grid = yield from self._progress(ablation_steps(self.exact, ids, **options), off)
         yield {name: x.tolist() if isinstance(x, Tensor) else x for name, x in dataclasses.asdict(grid).items()}
 
     def _progress(self, steps: Generator[tuple[int, int], None, T], off: Heads) -> Generator[dict[str, int], None, T]:

@@ -223,7 +223,7 @@ def model_of(
         tokenizer=tokenizer,
         chat_template=template,
         sampling=checkpoint.sampling,
-        name=checkpoint.about.get("name", checkpoint.path.stem),
+        name=checkpoint.about.get("name", checkpoint.path.name.removesuffix(".gguf")),
     )
     return model, warnings
 

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from llama import inside
+from llama.errors import UsageError
 from llama.inside import trace
-from llama.inside.ablation import AblationGrid, ablation_grid
+from llama.inside.ablation import AblationGrid, ablation_steps
 from llama.inside.hooks import activations, patch
 from llama.inside.intervene import ablated
 from llama.model import Transformer
@@ -23,12 +25,20 @@ TOKEN, AGAINST = 40, 41
 
 
 def grid(model: Transformer, **options: Any) -> tuple[AblationGrid, list[tuple[int, int]]]:
-    steps, progress = ablation_grid(model, IDS, TOKEN, AGAINST, **options), []
+    steps, progress = ablation_steps(model, IDS, TOKEN, AGAINST, **options), []
     while True:
         try:
             progress.append(next(steps))
         except StopIteration as end:
             return end.value, progress
+
+
+def test_the_grid_of_a_tensor_is_that_of_its_ids() -> None:
+    model = tiny.model()
+    one = inside.ablation_grid(model, torch.tensor([IDS]), TOKEN, AGAINST)
+    assert torch.equal(one.total, grid(model)[0].total)
+    with pytest.raises(UsageError, match="ids of one text"):
+        inside.ablation_grid(model, torch.tensor([IDS, IDS]), TOKEN, AGAINST)
 
 
 def difference(model: Transformer) -> float:

@@ -45,7 +45,7 @@ FIELD = {  # an option or command of clearllama -> its names in llama.cpp, vLLM,
     "--version": "-v -V version",
     "chat": "run",
     "generate": "prompt complete",
-    "inspect": "show",
+    "inspect": "show info",
     "list": "ls models",
     "pull": "download",
 }
