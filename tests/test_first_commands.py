@@ -78,7 +78,7 @@ NAMED = {
     "generate hi -hff x.gguf": "use --model ORG/NAME/FILE.gguf",
     "generate hi -ts 3,1": "use --device cuda:0,cuda:1",
     "generate hi --mmproj x": "images are not supported",
-    "doctor -ngl 99": "-ngl; it is --gpu-layers of other commands, which doctor does not have",
+    "doctor -ngl 99": "-ngl; other commands call it --gpu-layers, but doctor does not have it",
     # Ollama
     "ps": "ps: no model stays loaded between commands; clearllama serve",
     "stop m": "clearllama serve",
@@ -90,7 +90,7 @@ NAMED = {
     "generate hi --think=false": "use --template-option NAME=VALUE",
     "generate hi --verbose": "not needed here",
     # vLLM
-    "serve m --tensor-parallel-size 2": "it is --tensor-parallel of other commands, which serve does not have",
+    "serve m --tensor-parallel-size 2": "other commands call it --tensor-parallel, but serve does not have it",
     "serve m --gpu-memory-utilization 0.9": "not needed here",
     "serve m --trust-remote-code": "not needed here",
     # llm

@@ -20,7 +20,7 @@ from ..errors import LlamaError
 from .common import arguments, ranks, terminal
 from .common.parser import Parser, add, first_sentence
 
-COMMANDS = (  # each is a module of this folder
+COMMANDS = (  # names of modules in this folder
     *("generate", "chat", "serve", "inspect", "plan", "convert", "quantize", "pull", "list", "rm", "verify"),
     *("doctor", "bench", "perplexity", "study", "tokenize", "trace", "steer", "explain", "completion"),
 )
@@ -54,7 +54,7 @@ def build_parser(names: Iterable[str] = COMMANDS) -> Parser:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Parse the arguments. A wrong command or option ends the program with one line that names a similar one."""
+    """Parse the arguments. A wrong command or option ends the program with one line, which names a similar name."""
     first, *others = words
     if first == "help":
         first, *others = [*others[:1], "--help"]
@@ -87,10 +87,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def spelled(words: Sequence[str], name: str, command: Parser) -> list[str]:
-    """The words with options as the command spells them; options that it does not have end the program.
+    """The words, with options spelled as in the parser of the command. An unknown option ends the program.
 
-    -NAME is --NAME, --A_B is --A-B, and the names of other programs are understood. A word of letters is one name:
-    -n5 is -n 5, but -hf is no -h.
+    -NAME becomes --NAME, --A_B becomes --A-B, and options of other programs become ours. Letters after one dash are
+    one name: -hf is not -h with a value. But -n5 is -n 5.
     """
     known, own, unknown = command._option_string_actions, [*words], {}
     for at, word in enumerate(words[: words.index("--")] if "--" in words else words):
@@ -112,11 +112,11 @@ def spelled(words: Sequence[str], name: str, command: Parser) -> list[str]:
 
 
 def _hint(option: str, command: str, known: Iterable[str]) -> str:
-    """What to say of an unknown option of a command."""
+    """The end of the message about an unknown option: a remedy or a similar option, or ''."""
     if answer := arguments.ANSWER.get(option):
         return f"; {answer}"
     if name := arguments.SYNONYMS.get(option):
-        return f"; it is {name} of other commands, which {command} does not have"
+        return f"; other commands call it {name}, but {command} does not have it"
     return _similar(option, known)
 
 
@@ -148,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             args = parse(words)
         finally:
-            terminal.write_raw("")  # the text of --help may still be in the buffer
+            terminal.write_raw("")  # flush: the text of --help may still be in the buffer
         terminal.show_log(args.quiet)
         if "RANK" in os.environ and not args.debug:
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # errors are reported here, without C++ stacks
@@ -177,12 +177,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def with_options(message: str, args: argparse.Namespace) -> str:
-    """Write the name of a parameter at the start of a message as its option: top_p becomes --top-p."""
+    """Replace a parameter's name at the start of a message by the option: top_p becomes --top-p."""
     options = {name: arguments.option(name) for name in vars(args)}
     name, _, rest = message.partition(" ")
     if name in options and ("_" in name or rest.startswith("must ")):
         message = f"{options[name]} {rest}"
-    if message.startswith("--"):  # then other names in it are options, too
+    if message.startswith("--"):  # then the other parameters that the message names are options, too
         return re.sub(r"(?<![\w/.'\"-])\w+_\w+\b", lambda word: options.get(word[0], word[0]), message)
     return message
 
@@ -201,8 +201,8 @@ def _import_torch(args: argparse.Namespace) -> None:
         from ..chat import template
         from ..system.child import ChildError
 
-        with contextlib.suppress(ChildError):  # the first rendering reports it
-            template.CHILD.start()  # on another core meanwhile
+        with contextlib.suppress(ChildError):  # the first rendering of a template reports the error
+            template.CHILD.start()  # the child starts on another core during the import
     from .. import loader, text  # noqa: F401
     from ..engine import runtime
 
@@ -223,5 +223,5 @@ def _exit_on_signal(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _drop_stdout() -> None:
-    """Redirect stdout to the null device, or Python would report the same failure again at exit."""
+    """Redirect stdout to the null device. Otherwise Python would report the same failure again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -20,7 +20,7 @@ COUNTS = ("batch", "prompt_tokens", "new_tokens", "reps")
 OPTIONS = [
     ("--json", bool, "write one JSON object"),
     *arguments.model(argument=True),
-    Group("what is measured"),
+    Group("measurement"),
     ("--batch N", int, "sequences at once", {"default": 1}),
     ("-p --prompt-tokens N", int, "tokens per prompt", {"default": 512}),
     ("-n --new-tokens N", int, "decoding steps", {"default": 64}),

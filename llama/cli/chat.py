@@ -1,8 +1,8 @@
 '''Have a conversation with an instruct model.
 
 /help lists the commands of the chat. The chat keeps the KV cache, so a turn computes only its new tokens. If the
-context is full, the oldest turns are dropped. If the input is a pipe, each line, or each block between """ and """, is
-one message; the answers are written with an empty line between them.
+context is full, the oldest turns are dropped. In input from a pipe, each line is one message, and so is each block
+between """ and """; the answers are written with an empty line between them.
 '''
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def history_file(args: argparse.Namespace) -> Path | None:
-    """The file of the input history; None with --no-history, or if it can't be written."""
+    """The file of the input history; None with --no-history, or if the file can't be written."""
     import platformdirs
 
     with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: the home folder is not known
@@ -108,11 +108,11 @@ def converse(args: argparse.Namespace, chat: Chat) -> int:
                     chat.answer([*chat.session.messages, {"role": "user", "content": text}], chat.options)
         except EOFError:
             break
-        except KeyboardInterrupt:  # while typing, or before the answer began: the turn is discarded
+        except KeyboardInterrupt:  # Ctrl-C while typing, or before the answer began: the turn is discarded
             terminal.write_stderr("")
         except BrokenPipeError:  # the reader is gone, so no turn can follow
             raise
-        except Exception as error:  # the conversation continues, unless its input can't be read
+        except Exception as error:  # the conversation continues, unless the input can't be read
             unknown = not isinstance(error, LlamaError)
             if args.debug or (not text and chat.piped) or (unknown and (not text or args.world is not None)):
                 raise
@@ -139,7 +139,7 @@ class Chat:
 
         self.args, self.llm, self.options = args, llm, options
         self.piped = ranks.first(args, lambda: not sys.stdin.isatty())  # turns are read from a pipe or a file
-        self.separator = ""  # before the text of the next answer
+        self.separator = ""  # written before the text of the next answer
         self.left = False  # whether the user has left
         self.session = Session() if session is None else session
         if args.system is not None:
@@ -147,9 +147,9 @@ class Chat:
 
     # ------------------------------------------------------------------------------------------------- questions
     def answer(self, messages: list[Message], options: dict[str, Any]) -> None:
-        """Write the answer to messages that end with a question. They and the answer become the conversation.
+        """Write the answer to messages that end with a question. Messages and answer become the conversation.
 
-        An error leaves the conversation unchanged; Ctrl-C keeps the part of the answer shown.
+        An error leaves the conversation unchanged; after Ctrl-C, the shown part of the answer is kept.
         """
         messages, prompt = ranks.first(self.args, lambda: self.fit(messages))
         more = {"continues": False, "thoughts": self.llm.thoughts(prompt), **options}
@@ -161,9 +161,10 @@ class Chat:
     def fit(self, messages: list[Message]) -> tuple[list[Message], list[int]]:
         """The messages and their prompt ids, without the oldest turns if the context is full.
 
-        The context counts as full if it has room neither for max_new_tokens nor for an eighth of its length. Then as
-        few of the oldest turns as possible are dropped until max_new_tokens or a quarter fit, but never the last
-        question. If that is too long alone, nothing is dropped, and the model refuses it.
+        The context counts as full if the room after the prompt is less than max_new_tokens and less than an eighth of
+        the context. Then as few of the oldest turns as possible are dropped, so that the room is max_new_tokens or a
+        quarter of the context. The last question is never dropped. If this question alone is too long, nothing is
+        dropped, and the model refuses the prompt.
         """
         prompt, context = self.llm.encode_chat(messages), self.llm.model.max_seq_len
 
@@ -215,7 +216,8 @@ class Chat:
                 reply = output.save_session(self.session, path, self.llm.model)
             case "/load", file if file:
                 loaded = Session.load(os.path.expanduser(file), self.llm.model)
-                loaded.messages = loaded.messages or system_of(self.session.messages)  # generate saves no messages
+                # a session saved by generate has no messages
+                loaded.messages = loaded.messages or system_of(self.session.messages)
                 self.session, reply = loaded, output.describe_loaded(file, loaded)
             case "/save" | "/load" as command, "":
                 raise UsageError(f"{command} needs a file: {command} FILE")
@@ -224,12 +226,14 @@ class Chat:
             case "/set", setting:
                 reply = self.set(setting.removeprefix("parameter "))  # as Ollama says
             case _:
-                raise UsageError(f"unknown command {line!r:.80}; /help lists them; // begins a message with a slash")
+                raise UsageError(
+                    f"unknown command {line!r:.80}; /help lists the commands; // begins a message with a slash"
+                )
         if reply:
             terminal.write_stderr("\n".join(map(terminal.one_line, reply.split("\n"))))
 
     def set(self, setting: str) -> str:
-        """Change a number that an answer depends on: "temperature 0.2". Raises UsageError for a wrong name or value."""
+        """Change an option, given as "temperature 0.2". Raises UsageError for a wrong name or value."""
         name, _, value = setting.replace("_", "-").partition(" ")
         option = arguments.SYNONYMS.get(f"--{name}", name).removeprefix("--").replace("-", "_")
         names = [name for name, field in SAMPLING.items() if field.metadata["range"]]

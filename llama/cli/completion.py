@@ -1,6 +1,6 @@
 """Print a script that completes commands and options in a shell.
 
-For bash, add this line to ~/.bashrc: eval "$(clearllama completion bash)".
+For bash, add this line to ~/.bashrc: eval "$(clearllama completion bash)"
 """
 
 from __future__ import annotations

@@ -24,15 +24,15 @@ def gguf_kind(text: str) -> str:
     return text.lower().removesuffix("_m")
 
 
-WRITING = [  # the options of a command that writes a checkpoint, also of quantize
-    ("--shards N", int, "weight files of a folder (default: files of about 5 GB)", {"default": 0}),
+WRITING = [  # the options that convert and quantize share
+    ("--shards N", int, "number of weight files in a folder (default: files of about 5 GB)", {"default": 0}),
     arguments.ADAPTER,
     arguments.TOKENIZER,
     (
         "--chat-template NAME|FILE",
         str,
-        "the chat template to write: llama2, llama3, none, or a Jinja file (default: auto, the source's template; for"
-        " Meta's format, the built-in one if the folder's name contains instruct or chat)",
+        "the chat template to write: llama2, llama3, none, or a Jinja file (default: auto, the source's template; for a"
+        " source in Meta's format whose folder's name contains instruct or chat, the built-in template)",
         {"default": "auto"},
     ),
     ("--json", bool, "write the result as one JSON object"),
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> None:
 # ----------------------------------------------------------------------------------------- shared with quantize
 @contextlib.contextmanager
 def writing(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Their values and a progress bar, as keyword arguments of tools.convert."""
+    """Yield the values of WRITING and the function of a progress bar, as keyword arguments of tools.convert."""
     from ..chat import TEMPLATES
 
     template = args.chat_template
@@ -75,7 +75,7 @@ def writing(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def write_proof(args: argparse.Namespace, proof: Proof, **more: object) -> None:
-    """Write the result. more: further keys of the JSON object."""
+    """Write the result. `more` holds further keys of the JSON object."""
     for warning in proof.warnings:
         terminal.info(f"warning: {warning}")
     before, after = proof.bytes

@@ -1,9 +1,9 @@
 """Check this machine and run a self-test.
 
-Show the versions of the dependencies and the C++ kernels, and run a small random model in each way that this machine
-runs models. On a GPU, also run batches, drafts and the compiled step, and measure the speed. Each
-line is ok, note (it works, but slower or without a feature) or FAIL, with a remedy. No network is used. Exit code 1 if
-a check failed.
+Show the versions of the dependencies and the state of the C++ kernels. Then run a small random model in each dtype and
+quantization on the CPU and the best device. On a GPU, also run batches, drafts and the compiled step, and measure the
+speed. Each line begins with ok, note (it works, but slower or without a feature) or FAIL; a remedy follows if one is
+needed. No network is used. Exit code 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from .common import tables, terminal
 
 OPTIONS = [
     ("--no-self-test", bool, "show versions and kernels only"),
-    ("--report", bool, "leave out your names and home folder, for a bug report"),
+    ("--report", bool, "anonymize a bug report: leave out the names of user and host, and the home folder"),
     ("--json", bool, "write one JSON object: clearllama, ok, findings"),
 ]
-NEEDS_TORCH = False  # it is imported in another process, since that may fail
+NEEDS_TORCH = False  # a child process imports torch, since the import may fail
 
 
 def run(args: argparse.Namespace) -> int:

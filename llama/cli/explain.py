@@ -1,7 +1,7 @@
 """Follow one token through one block.
 
-Each step shows its equation, shapes, some values, its line of code, and whether the result equals the same step written
-in numpy. Without --model, a tiny random model with byte tokens is used. Exit code 1 if a step differs.
+Each step shows its equation, shapes, some values, its line of code, and whether numpy computes the same result.
+Without --model, a tiny random model with byte tokens is used. Exit code 1 if a step differs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
         ids = list(args.text.encode(errors="surrogateescape"))
         name, texts = "tiny, random", [bytes([id]).decode("latin-1") for id in ids]
     else:
-        # nn.Linear, since the steps are recomputed from its weights
+        # fast=False gives layers of nn.Linear: the steps are recomputed from their weights
         llm, read_weights = loading.prepare(args, fast=False)
         net, ids = llm.model, llm.tokenizer.encode_prompt(args.text)
         explain.check(net, ids, args.token, args.layer)

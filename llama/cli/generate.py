@@ -27,8 +27,8 @@ OPTIONS = [
     ("--suffix TEXT", str, "generate the text between PROMPT and this suffix (models with infilling)", RARE),
     *arguments.generation(max_new_tokens=256, fallback="greedy"),
     Group("many prompts"),
-    ("--prompts FILE", str, 'JSON lines (docs/guides/batches.md): {"prompt": TEXT} or {"messages": [...]} and options'),
-    ("--output FILE", str, "the answers as JSON lines (default: standard output)"),
+    ("--prompts FILE", str, 'JSON lines: "prompt" or "messages", and options of each (docs/guides/batches.md)'),
+    ("--output FILE", str, "the file for the answers, as JSON lines (default: standard output)"),
     ("--batch-size N", int, "number of prompts to run at once (default: 16)", RARE),
 ]
 
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def encode(args: argparse.Namespace, llm: Llama, prompt: str, raw: bool) -> tuple[list[int], str]:
-    """The ids of a prompt, and how it is encoded."""
+    """The ids of a prompt, and a line that says how the prompt is encoded."""
     tokenizer = llm.tokenizer
     if args.suffix is not None:
         return tokenizer.encode_prompt(prompt, suffix=args.suffix), "filling in the text between prompt and suffix"

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def rows(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    """A fact as a row of the table, or as a row for each entry of a long one."""
+    """The row of a fact; a fact that is too long for one row has one row for each entry."""
     lines = [text(name, value)]
     if isinstance(value, dict):
         lines = [f"{key}{':' * (' ' in key)} {text(name, entry)}".strip() for key, entry in value.items()]

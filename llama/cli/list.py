@@ -1,7 +1,7 @@
 """List the models on this machine.
 
-These are the default model, and the complete models in the hub's cache, which other programs share. Each has the name
-that --model accepts, its size, its format and the date of its last use, as the file system knows it.
+These are the default model, and the complete models in the hub's cache, which other programs share. Each line shows
+the name that --model accepts, the size, the format and, from the file system, the date of the last use.
 """
 
 from __future__ import annotations

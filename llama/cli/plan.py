@@ -1,9 +1,9 @@
 """Compute whether a model fits on a machine, and its top speed.
 
 Without --gpus, the plan is for the free memory and the measured bandwidth of this machine. The result is the memory
-needed on each GPU, what fits, and an upper bound on the speed of decoding: the bandwidth divided by the bytes that a
-step reads; last, the same for other quantizations, the fastest first. The sources are the model's shapes and the data
-sheets of the GPUs; no weights are needed. Exit code 1 if the GPUs have too little memory.
+needed on each GPU, the largest batch and context that fit, and an upper bound on the speed of decoding: the bandwidth
+divided by the bytes that a step reads. Then the same follows for other quantizations, the fastest first. The plan is
+computed from the model's shapes and the GPUs' data sheets, without weights. Exit code 1 if the memory is too small.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OPTIONS = [
     (
         "--dtype DTYPE",
         str,
-        "bfloat16, float16 or float32 (default: bfloat16, on cpu that of 'generate'; a quantized file: as stored)",
+        "bfloat16, float16 or float32 (default: bfloat16; on cpu, as in 'generate'; for a quantized file, as stored)",
         {"choices": ["bfloat16", "float16", "float32"]},
     ),
     ("--quantize SCHEME", str, "quantize the linear layers: a scheme of 'clearllama quantize --list'"),

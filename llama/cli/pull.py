@@ -1,8 +1,8 @@
 """Download a model and print its path.
 
-A named model goes into the cache folder (CLEARLLAMA_CACHE). From a repository on the hub, only the files that
-clearllama reads go into the hub's cache (HF_HOME). Other commands download -m ORG/NAME on first use; pull also updates
-an older copy. The access token comes from HF_TOKEN or 'hf auth login'.
+The default model goes into the cache folder (CLEARLLAMA_CACHE). A repository on the hub goes into the hub's cache
+(HF_HOME), without the files that clearllama does not read. Other commands download -m ORG/NAME on first use; pull also
+updates an older copy. The access token comes from HF_TOKEN or 'hf auth login'.
 """
 
 from __future__ import annotations

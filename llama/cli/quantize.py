@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> None:
         terminal.show(args, facts, tables.table(rows))
         return
     if args.source is None or args.target is None:
-        raise UsageError("quantize needs SRC and DST, a checkpoint and a new folder; --list shows the schemes")
+        raise UsageError("quantize needs a checkpoint (SRC) and a new folder (DST); --list shows the schemes")
     from ..hub import resolve
     from ..tools.convert import quantize
 

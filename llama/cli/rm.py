@@ -1,8 +1,8 @@
 """Remove a downloaded model.
 
-NAME is the default model, which is in the cache folder, or a model in the hub's cache, which other programs may use
-too: ORG/NAME is the whole repository, ORG/NAME:QUANT or ORG/NAME/FILE.gguf one of its GGUF models. Other files are
-never removed, nor is a symbolic link out of the cache followed.
+NAME is the default model, which is in the cache folder, or a model in the hub's cache, which other programs may also
+use. There, ORG/NAME removes the whole repository, and ORG/NAME:QUANT or ORG/NAME/FILE.gguf removes one of its GGUF
+models. Other files are never removed. A symbolic link out of the cache is not followed.
 """
 
 from __future__ import annotations

@@ -19,14 +19,14 @@ from .common import arguments, files, loading, terminal
 from .common.parser import MANY, RARE
 
 KEY = "CLEARLLAMA_API_KEY"
-LOCAL = ("localhost", "127.0.0.1", "::1")  # hosts that only this machine reaches
+LOCAL = ("localhost", "127.0.0.1", "::1")  # addresses that only this machine can reach
 # name -> default, smallest and largest value, help
 NUMBERS = {
     "port": (8000, 0, 65535, "port to listen on; 0 chooses a free one"),
     "parallel": (16, 1, 1024, "maximum number of answers generated at once"),
     "queue": (128, 1, 100_000, "maximum number of waiting answers; further requests get HTTP 429"),
     "timeout": (3600, 1, 10**6, "maximum time of a request in seconds"),
-    "max-tokens": (4096, -1, 2**31, "default of max_tokens in chat requests; -1: as many as the context holds"),
+    "max-tokens": (4096, -1, 2**31, "default of max_tokens in chat requests; -1: until the context is full"),
 }
 
 
@@ -34,7 +34,7 @@ OPTIONS = [
     ("--host ADDRESS", str, "address to listen on", {"default": "127.0.0.1"}),
     ("--open", bool, "open the page in the browser"),
     ("--api-key FILE", str, f"a file with the key that clients send (or set {KEY})"),
-    ("--no-auth", bool, "with --host: accept other machines without a key", RARE),
+    ("--no-auth", bool, "with --host: let other machines connect without a key", RARE),
     ("--name NAME", str, "the model's name in requests (default: the name of its file or folder)"),
     ("--alias NAME", str, "another name of the model in requests; may be repeated", MANY),
     *((f"--{name} N", int, help, {"default": n}) for name, (n, *_, help) in NUMBERS.items()),
@@ -105,9 +105,9 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def api_key(path: str | None) -> str | None:
-    """The key in a file or in the environment. Raises UsageError for an empty one."""
-    if path is not None and not os.path.lexists(path):  # others can see a command, so it does not hold the key
-        raise UsageError(f"--api-key names a file, and there is none of this name; for a key itself, set {KEY}")
+    """The key in the file `path` or in the environment. Raises UsageError for an empty key."""
+    if path is not None and not os.path.lexists(path):  # other users can see a command, so it must not hold the key
+        raise UsageError(f"--api-key needs the name of an existing file; to give the key itself, set {KEY}")
     text = os.environ.get(KEY) if path is None else files.read_text(Path(path))
     key = text and text.strip()
     if key is not None and not (key and key.isascii() and key.isprintable()):

@@ -1,8 +1,8 @@
 """Make a control vector from two prompts.
 
-The vector is the difference of the model's residual streams at the last token of the prompts, after each layer. The
-option --steer of generate, chat and serve adds the vector, a GGUF file, to the layers' outputs; llama.cpp's
---control-vector does the same.
+For each layer, the vector is the residual stream after the layer at the last token of the positive prompt, minus that
+of the negative prompt. The vector is written to a GGUF file. The option --steer of generate, chat and serve adds it to
+the layers' outputs; llama.cpp's --control-vector does the same.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ OPTIONS = [
     (
         "--positive TEXT",
         str,
-        "the prompt to move towards; of several pairs with --negative, the mean is taken",
+        "the prompt to move towards; may be repeated together with --negative, then the vectors are averaged",
         PAIRS,
     ),
-    ("--negative TEXT", str, "the prompt to move from", PAIRS),
+    ("--negative TEXT", str, "the prompt to move away from", PAIRS),
     ("-o --output FILE", Path, "the file to write (.gguf)", REQUIRED),
     ("--raw", bool, "use the prompts without a chat template"),
     *arguments.model(),

@@ -25,8 +25,8 @@ PARAMETERS: dict[str, tuple[Any, ...]] = {  # keyword argument of a topic's repo
     "model": (
         "-m --model PATH_OR_NAME",
         str,
-        "the checkpoint to take the settings from (scale), or the model to run (default: tiny-kjv, which comes with the"
-        " package)",
+        "for the topic scale: the checkpoint whose settings are used; for others: the model to run (default: tiny-kjv,"
+        " which comes with the package)",
     ),
     "text": ("--text FILE", Path, "a long text (default: the test text of tiny-kjv)"),
     "length": ("--length N", int, "tokens per window (default: 8 times the trained length)"),
@@ -34,8 +34,8 @@ PARAMETERS: dict[str, tuple[Any, ...]] = {  # keyword argument of a topic's repo
     "methods": (
         "--methods LIST",
         lambda text: tuple(text.split(",")),
-        "comma-separated list of none and KIND:FACTOR (default: none,linear:4,ntk:4,ntk:16,dynamic:1,yarn:4); dynamic"
-        " rotates only the new tokens of a growing text by the frequencies of the new length",
+        "comma-separated list of none and KIND:FACTOR (default: none,linear:4,ntk:4,ntk:16,dynamic:1,yarn:4); with"
+        " dynamic, when a text grows, only its new tokens are rotated by the frequencies of the new length",
     ),
     "dtype": ("--dtype TYPE", str, "auto, float32, bfloat16, float16"),
 }

@@ -1,7 +1,7 @@
 """Show the tokens of a text.
 
-Each line has the id of a token and its text. A part of a character is shown as bytes, such as <0xE5>, and a control
-token by its name. --model may also name a tokenizer.json or tokenizer.model.
+Each line has the id and the text of a token. A token that is a part of a character is shown as bytes, such as <0xE5>,
+and a control token is shown by its name. --model may also name a tokenizer.json or tokenizer.model.
 """
 
 from __future__ import annotations

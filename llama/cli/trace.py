@@ -25,14 +25,14 @@ OPTIONS = [
     *arguments.PROMPT,
     ("--html FILE", Path, "write a page for a browser: one file, works offline"),
     arguments.LENS,
-    ("--fit-lens FILE", Path, "fit the model's Jacobian lens to the text (in parts of 128 tokens); FILE resumes a fit"),
-    ("--max-tokens N", int, "longest text", {"default": 256}),
+    ("--fit-lens FILE", Path, "fit a Jacobian lens to the text (parts of 128 tokens); if FILE exists, resume its fit"),
+    ("--max-tokens N", int, "maximum number of tokens in the text", {"default": 256}),
     ("--json", bool, "write one JSON object with all numbers, no summary"),
     Group("interventions", "the RoPE options below are also interventions"),
     ("--ablate-head LAYER.HEAD", str, "set the output of a head to zero, for example 3.5; may be repeated", MANY),
     ("--layers FIRST:END", str, "run only these layers: 0:8 is layers 0 to 7"),
     ("--no-rope", bool, "do not rotate queries and keys"),
-    ("--patch-from TEXT", str, "patch from TEXT; shows the effect of its residual stream, by layer and token"),
+    ("--patch-from TEXT", str, "patch from TEXT: show what its residual stream changes here, by layer and token"),
     *arguments.model(dtype="float32"),
 ]
 
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> None:
     source = ids if args.patch_from is None else llm.tokenizer.encode_prompt(args.patch_from)
     if len(source) != len(ids):
         pieces = " | ".join(llm.tokenizer.shown(id) for id in source)
-        raise UsageError(f"--patch-from must have {len(ids)} tokens as the prompt, got {len(source)}: {pieces:.400}")
+        raise UsageError(f"--patch-from must have {len(ids)} tokens, like the prompt; got {len(source)}: {pieces:.400}")
     trace.check(llm.model, ids)
     read_weights()
     lens = loading.read_lens(args, llm.model)
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def fit(args: argparse.Namespace, llm: Llama, text: str) -> None:
-    """Fit the lens to the parts of a text; write it after each part. A file that is there is resumed."""
+    """Fit the lens to the parts of a text; write the file after each part. If the file exists, resume its fit."""
     from ..inside import jacobian
 
     first = llm.tokenizer.encode_prompt("")  # the tokens that begin every text, if any

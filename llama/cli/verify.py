@@ -1,8 +1,8 @@
 """Check that a checkpoint is complete and undamaged.
 
-List the files, compare checksums, and open the checkpoint: its tensors must match the
-configuration. The checksums are those of the Hugging Face hub, of checklist.chk, and the CRC-32 of every record in
-.pth and .bin files. Exit code 1 if a check failed.
+List the files, compare checksums, and open the checkpoint, whose tensors must match the configuration. The checksums
+come from the Hugging Face hub, from checklist.chk, and from the records (CRC-32) of .pth and .bin files. Exit code 1 if
+a check failed.
 """
 
 from __future__ import annotations

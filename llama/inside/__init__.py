@@ -1,9 +1,9 @@
 """Tools to look into a model: reading and changing tensors by name, interventions, patching, steering, and traces.
 
-hooks.py reads and changes tensors; intervene.py, patching.py and steering.py change a model with it; trace.py records a
-forward pass, explain.py compares one block with numpy; trace_page/ draws a trace, with code that other pages share.
+hooks.py reads and changes tensors, and the other files use it: intervene.py, patching.py and steering.py change a
+model, trace.py records a forward pass, explain.py compares one block with numpy. trace_page/ draws a trace.
 
-The public API; each name is imported on first use (docs/guides/inside.md):
+__all__ is the public API; each name is imported on first use (docs/guides/inside.md). For example:
 
 >>> from llama import inside
 >>> with inside.activations(llm, "resid_post.*") as seen:

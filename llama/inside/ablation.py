@@ -1,7 +1,8 @@
 """What the answer loses without each head and each MLP layer, and what each head looks at.
 
-The direct effect of a head (trace.py) leaves out what later layers make of its output, and what other heads do in its
-place. Ablation includes both: the head's output is replaced by zero, or by its mean, and all later layers run again.
+The direct effect of a head (trace.py) leaves out how later layers use the head's output, and how other heads compensate
+for its absence. Ablation includes both: it replaces the head's output by zero, or by its mean, and runs all later
+layers again.
 
 Letters: B rows, T tokens, L layers, H heads, D head_dim, C model dim, V vocabulary.
 """
@@ -23,17 +24,17 @@ from .hooks import Place, patch, transformer
 from .patching import Earlier, last_logits, one_text, result, run
 from .trace import direct_effects, readout, recording, sink
 
-STEP = 256  # tokens that all layers compute in one step, at most, as in a chunk of a prompt
-ROWS = 2**12  # keys of all rows of a pass together; with more, allocating memory takes longer than computing
+STEP = 256  # limit of the work in a step: as much as all layers on so many tokens, which is a chunk of a prompt
+ROWS = 2**12  # limit of rows times keys in one pass; above it, allocating memory takes longer than computing
 
 
 @dataclass(frozen=True)
 class AblationGrid:
     """Effects on the difference of two logits after the last token of a text. Column H is the MLP layer.
 
-    difference  logit of the one token minus that of the other
-    direct      (L, H + 1) what each part adds to it, without later layers
-    total       (L, H + 1) what it loses if the part is ablated: positive if the part supports the first token
+    difference  logit of `token` minus logit of `against`
+    direct      (L, H + 1) what each part adds to the difference directly, without later layers
+    total       (L, H + 1) what the difference loses if the part is ablated; positive if the part supports `token`
     previous    (L, H) mean weight on the previous token
     first       (L, H) mean weight on the first token
     induction   (L, H) mean weight on the tokens that followed the same token earlier; None if no token occurs twice
@@ -58,8 +59,8 @@ def ablation_grid(
     """Ablate every head and every MLP layer, one at a time, and compare the logits of `token` and `against`.
 
     ids       of one text, (T,) or (1, T)
-    mean      replace an output by its mean over the text, in place of zero
-    position  ablate at this token only; None: at all tokens
+    mean      replace an output by its mean over the text, not by zero
+    position  ablate at this position only (default: at all positions)
 
     Raises UsageError on a text of fewer than two tokens, NumericalError if a logit is not finite.
     """
@@ -75,18 +76,18 @@ def ablation_steps(
     mean: bool = False,
     position: int | None = None,
 ) -> Generator[tuple[int, int], None, AblationGrid]:
-    """`ablation_grid` in steps: yields (steps done, all steps). Nothing below an ablated layer is computed again."""
+    """Compute `ablation_grid` in steps; yields (steps done, all steps). Layers before the ablated one run only once."""
     model = transformer(model)
     if len(ids) < 2:
         raise UsageError("an ablation grid needs a text of at least two tokens")
     T, device = len(ids), model.tok_embeddings.weight.device
     tokens = torch.tensor([ids], device=device)  # (1, T)
     L, at = len(model.layers), slice(None) if position is None else slice(position, position + 1)
-    most = max(1, STEP * L // T)  # rows of a step
+    most = max(1, STEP * L // T)  # largest number of rows in a step
     parts = model.config.n_heads + 1
     groups = [range(start, min(start + most, parts)) for start in range(0, parts, most)]
     done, count = 0, len(groups) * L * (L + 1) // 2
-    scores = []  # of each layer
+    scores = []  # one entry for each layer
 
     def measured(weights: Tensor, place: Place) -> Tensor:  # (1, H, T, T)
         own = weights[0]
@@ -95,7 +96,7 @@ def ablation_steps(
 
     with recording(model, ("resid_post", "z", "mlp_out")) as seen, patch(model, {"pattern.*": measured}):
         model.hidden(tokens)
-    states, direction = seen.hidden, readout(model, seen, token, against)  # (T, C) before each block and at last, (C,)
+    states, direction = seen.hidden, readout(model, seen, token, against)  # (T, C) before each block and last; (C,)
     mlps = torch.stack([mlp[-1].float() @ direction for mlp in seen.rows("mlp_out")])  # (L,)
     direct = torch.cat((direct_effects(model, seen, direction), mlps[:, None]), 1)  # (L, H + 1)
     difference = _difference(model, states[-1][None], token, against)  # (1,)
@@ -127,15 +128,15 @@ def ablation_steps(
 def without_sources(
     model: Transformer, ids: Sequence[int], cache: KVCache, sources: Sequence[int], token: int, against: int
 ) -> Iterator[Tensor]:
-    """What the difference of two logits after a text is if the last token reads nothing from one earlier token.
+    """The difference of two logits after a text if the last token reads nothing from one token, for each of `sources`.
 
-    In all heads of all layers, the value of this token counts 0; the other weights stay. Unlike a direct effect, this
-    includes what later layers make of it. Earlier tokens still read from the token.
+    In all heads of all layers, the last token's weight on this token becomes 0; the other weights stay. Unlike a direct
+    effect, the result includes how later layers use the output. Earlier tokens still read from the token.
 
-    cache    has the keys of the ids before the last one
-    sources  positions of the tokens, one for each result
+    cache    holds the keys and values of the ids before the last one
+    sources  positions of the tokens that are not read, one at a time
 
-    Yields parts (B,) of the differences, one for each pass.
+    Yields the differences in parts (B,), one for each pass.
     """
     S, device = len(ids), cache.device
     dtype = model.norm.weight.dtype
@@ -157,7 +158,7 @@ def _difference(model: Transformer, h: Tensor, token: int, against: int) -> Tens
 
 
 def _without(x: Tensor, place: Place, first: int, at: slice, mean: bool) -> Tensor:
-    """Heads (B, T, H, D), or an MLP's output (B, T, C) as the only head, with head `first` + i of row i replaced."""
+    """Replace head `first` + i in row i of heads (B, T, H, D); an MLP's output (B, T, C) counts as one head."""
     heads = x if x.dim() == 4 else x[:, :, None]  # (B, T, H or 1, ..)
     for row in range(max(0, -first), min(len(x), heads.shape[2] - first)):
         heads[row, at, first + row] = heads[row, :, first + row].mean(0) if mean else 0

@@ -1,8 +1,8 @@
-"""One token through one block, step by step: the equation, the numbers, the line of code, and a check of each step.
+"""Follow one token through one block: show the equation, numbers and line of code of each step, and check the step.
 
-`reference` below is the complete block in numpy's float64. It shares only the weights with the model. Each step starts
-from the model's results of the steps before it, so only a step that is wrong fails. The model's numbers are recorded
-while its own code runs, and the lines of code are looked up in the source of the functions that ran.
+`reference` below is the complete block in numpy's float64. It shares only the weights with the model. Each of its steps
+starts from the model's results of earlier steps, so one wrong step does not make later steps fail. The model's numbers
+are recorded while its code runs, and the lines of code come from the source of the functions that ran.
 
 Letters: T tokens, H query heads, KV key/value heads, D head_dim, C model dim, F hidden_dim, V vocabulary.
 """
@@ -31,21 +31,21 @@ from .hooks import activations
 
 Array = np.ndarray[Any, Any]
 Code = list[tuple[Callable[..., Any], str]]  # functions, and expressions in them
-Recipe = tuple[str, str, str, Code]  # a step: name, equation, results as "letter shape; letter shape", and its code
+Recipe = tuple[str, str, str, Code]  # a step: name, equation, results as "letter shape; letter shape", code
 
-# Its tokens are bytes, its numbers fit on a screen, and all sizes differ, so that shapes are not equal by chance.
+# A model whose tokens are bytes and whose numbers fit on a screen. All sizes differ, so no shapes are equal by chance.
 TINY = ModelConfig(
     dim=8, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=4, hidden_dim=12, vocab_size=256, max_seq_len=256
 )
-LONGEST = 256  # tokens; all steps are stored, including the scores of all heads
-# Relative to the scale of a number (`reference`). In float32 a sum of thousands of terms has an error of about 1e-6 of
-# the sum of their absolute values.
+LONGEST = 256  # limit of the tokens, since all steps are stored, including the scores of all heads
+# Allowed difference of a number, relative to its scale (`reference`). In float32, a sum of thousands of terms has an
+# error of about 1e-6 of the sum of their absolute values.
 TOLERANCE = 1e-5
 ZERO = np.zeros(1)
 
 
 def random_model(config: ModelConfig = TINY, rope: str = "complex", **options: Any) -> Transformer:
-    """A model with random float32 weights, the same for every form of RoPE; options as for Transformer."""
+    """A model with random float32 weights, which do not depend on the form of RoPE. Options are as for Transformer."""
     model = Transformer(config, rope, **options).requires_grad_(False).eval()
     generator = torch.Generator().manual_seed(0)
     for name, weight in model.named_parameters():
@@ -59,11 +59,11 @@ def random_model(config: ModelConfig = TINY, rope: str = "complex", **options: A
 def reference(
     h: Array, w: Mapping[str, Array], angles: Array, factor: float, config: ModelConfig, ours: Mapping[str, Array]
 ) -> dict[str, tuple[Array, Array]]:
-    """Every step of a block from its input h (T, C) float64, by the papers' formulas; angles (T, D/2) radians.
+    """Compute every step of a block from the input h (T, C) float64 and angles (T, D/2) in radians, as in the papers.
 
-    Returns each result with its scale, the sum of the absolute values of the terms that are added. A step's rounding
-    error is a few ulps of its scale. Each step starts from the results of earlier steps in `ours`, if there are any, so
-    errors of its inputs do not count; softmax would amplify those of large scores.
+    Returns letter -> (result, scale); the scale is the sum of the absolute values of the terms that are added. The
+    rounding error of a step is a few ulps of this scale. If `ours` has the result of an earlier step, a step starts
+    from this result, so that errors of its inputs do not count; softmax would amplify the errors of large scores.
     """
     T, H, D, group = len(h), config.n_heads, config.head_dim, config.n_heads // config.n_kv_heads
     cos, sin = factor * np.cos(angles), factor * np.sin(angles)  # (T, D/2)
@@ -88,7 +88,7 @@ def reference(
 
     def heads(name: str) -> tuple[Array, Array]:
         result, scale = map(split, project(x, f"attention.w{name}"))  # (heads, T, D) twice
-        weight = w.get(f"attention.{name}_norm.weight")  # of Qwen3's norm of each head
+        weight = w.get(f"attention.{name}_norm.weight")  # Qwen3 has a norm for each head
         return (result, scale) if weight is None else norm(result, weight, scale)
 
     def rotate(x: Array) -> tuple[Array, Array]:  # RoPE, arXiv:2104.09864: entries 2i and 2i + 1 are a point
@@ -104,7 +104,7 @@ def reference(
     scores = step("s", np.where(np.tri(T, dtype=bool), scores, -np.inf), scale)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights = weights / weights.sum(-1, keepdims=True)  # (H, T, T)
-    # e^t has an error of (1 + |t|) e^t ulps, if t = s - max s is rounded. That is at most 1 for t <= 0.
+    # if t = s - max s is rounded, e^t has an error of (1 + |t|) e^t ulps; for t <= 0, this is at most 1 ulp
     weights = step("p", weights, weights.max(-1, keepdims=True))
     values = np.repeat(v, group, 0)  # (H, T, D)
     y = step("y", weights @ values, weights @ np.abs(values))  # (H, T, D)
@@ -115,7 +115,7 @@ def reference(
     with np.errstate(over="ignore"):  # e^-gate may be infinite; the quotient is then 0
         silu = gate / (1 + np.exp(-gate))  # (T, F)
     result, _ = project(silu * up, "feed_forward.w_down")  # SwiGLU, arXiv:2002.05202: (T, C)
-    # an error of gate or up is multiplied by the other; the slope of silu is about 1
+    # an error of gate is multiplied by up, and an error of up by silu(gate); the slope of silu is about 1
     _, scale = project(gate_scale * np.abs(up) + np.abs(silu) * up_scale, "feed_forward.w_down")
     f = step("f", result, scale)
     step("h'", a + f, np.abs(a) + np.abs(f))
@@ -131,9 +131,9 @@ SITES = {
 
 
 def _computed(net: Transformer, ids: Sequence[int], layer: int) -> dict[str, Array]:
-    """The model's numbers for a text, in the shapes of `reference`, with heads in the interleaved layout.
+    """The model's result of each step for a text, in the shapes of `reference`, with heads in the interleaved layout.
 
-    Attention runs in its reference form, since fused kernels don't return scores.
+    The model runs with the reference implementation of attention, since fused kernels don't return scores.
     """
     seen: dict[str, Tensor] = {}
     block = net.layers[layer]
@@ -168,7 +168,7 @@ def _weights_of(net: Transformer, layer: int) -> dict[str, Array]:
 
 # ----------------------------------------------------------------------------------------------- lines of code
 def find_source(function: Callable[..., Any], expression: str) -> dict[str, Any] | None:
-    """The line of a function's source that contains an expression. None if there is none, or no source.
+    """The line of a function's source that contains an expression; None if no line does, or if there is no source.
 
     Returns the file relative to the package's parent folder, the number of the line, and its text.
     """
@@ -184,7 +184,7 @@ def find_source(function: Callable[..., Any], expression: str) -> dict[str, Any]
     return None
 
 
-# form of the rotation -> the expression that rotates
+# form of RoPE -> the expression that rotates
 ROTATIONS = {
     "complex": "q * cis",
     "real": "(a * cos - b * sin, a * sin + b * cos)",
@@ -193,9 +193,10 @@ ROTATIONS = {
 
 
 def recipes(form: str, apply: Callable[..., Any], kind: str = "default", qk_norm: bool = False) -> list[Recipe]:
-    """The twelve steps, for a form of rope.FORMS with its function `apply`, and a kind of rope_scaling.SCALINGS.
+    """The twelve steps of a model with a form of rope.FORMS and a kind of rope_scaling.SCALINGS.
 
-    Functions are looked up at each call and not at import, so that the quoted code is the code that runs.
+    `apply` is the function that rotates. Functions are looked up at each call and not at import, so that the quoted
+    code is the code that runs.
     """
     forward, block, norm = model.Attention.forward, model.TransformerBlock.forward, model.RMSNorm.forward
     scores = attention.reference_scores
@@ -251,15 +252,15 @@ def explain(
     texts: Sequence[str] | None = None,
     about: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Follow one token (by default the last) through one block of a float32 model. Returns, for JSON:
+    """Follow one token (by default the last) through one block of a float32 model. Returns an object for JSON:
 
     settings   `about`, the selected token with its text from `texts`, and the model's sizes
-    says       how to read the numbers
+    says       sentences on how to read the numbers
     passed     whether all steps passed
-    steps      name, equation; values; sources, null where the quoted expression is not in the code; difference, the
-               largest from `reference` relative to the scale there; passed
-    values     letter; letters and shape, its shape; numbers, at most `SHOWN` of the selected token and head 0; more,
-               whether some are left out
+    steps      for each step: name, equation, values, sources (null if the quoted expression is not in the code),
+               difference (the largest difference from `reference`, relative to the scale) and passed
+    values     for each result of a step: letter; its shape in letters and in numbers (`letters`, `shape`); numbers (at
+               most `SHOWN`, for the selected token and head 0); more (whether there are further numbers)
 
     Raises UsageError on a token or layer that does not exist, an empty or long text, or a model in another dtype.
     """
@@ -283,17 +284,17 @@ def explain(
         net.rope.form, rotary.rotate, kind_of(config.rope_scaling), config.qk_norm
     ):
         shapes = [result.split(" ", 1) for result in results.split("; ")]
-        compared = [letter for letter, _ in shapes if letter != "h"]  # an input
-        # numpy's maximum returns NaN if there is one; Python's may not
+        compared = [letter for letter, _ in shapes if letter != "h"]  # h is an input
+        # np.max returns NaN if one of the numbers is NaN; Python's max may not
         apart = float(np.max([_apart(ours.get(letter), *right[letter]) for letter in compared]))
         values = [_value(letter, letters, ours.get(letter), token) for letter, letters in shapes]
         step = {"name": name, "equation": equation, "values": values, "sources": [find_source(*line) for line in code]}
-        steps.append({**step, "difference": plain(apart), "passed": apart < TOLERANCE})  # False for NaN
+        steps.append({**step, "difference": plain(apart), "passed": apart < TOLERANCE})  # NaN does not pass
     read = {} if texts is None else {"text": texts[token]}
     sizes = {"T": len(ids), "C": config.dim, "H": config.n_heads, "KV": config.n_kv_heads, "D": config.head_dim}
     sizes |= {"F": config.hidden_dim, "V": config.vocab_size}
     settings = {**(about or {}), "layer": layer, "token": token, **read, **sizes}
-    notes = ["each step is compared with an independent float64 computation of it in numpy"]
+    notes = ["each step is compared with an independent computation of the same step in numpy's float64"]
     if layer:
         notes.append(f"the comparison starts from the output of blocks 0 to {layer - 1}")
     if not rotary.rotates:
@@ -307,7 +308,7 @@ def explain(
 
 
 def check(net: Transformer, ids: Sequence[int], token: int | None, layer: int) -> int:
-    """Raise UsageError as `explain` does for all that needs no weights. Returns the token."""
+    """Check the arguments of `explain` that can be checked without weights. Returns the index of the token."""
     if not 1 <= len(ids) <= LONGEST:
         raise UsageError(f"explain needs a text of 1 to {LONGEST} tokens, got {len(ids)}")
     token = len(ids) - 1 if token is None else token
@@ -319,7 +320,7 @@ def check(net: Transformer, ids: Sequence[int], token: int | None, layer: int) -
 
 
 def _angles(net: Transformer, length: int) -> tuple[Array, float]:
-    """Angles position * theta^(-2i/D) (T, D/2), and the factor of cos and sin; under a scaling from the library."""
+    """Angles position * theta^(-2i/D) (T, D/2), and the factor of cos and sin. With a scaling, the library's values."""
     config, factor = net.config, 1.0
     inv_freq: Array = config.rope_theta ** (-np.arange(0, config.head_dim, 2) / config.head_dim)
     if config.rope_scaling is not None:
@@ -329,7 +330,7 @@ def _angles(net: Transformer, length: int) -> tuple[Array, float]:
 
 
 def _apart(ours: Array | None, right: Array, scale: Array) -> float:
-    """The largest difference / scale; infinite if ours was not recorded or has another shape."""
+    """The largest value of difference / scale; infinite if `ours` was not recorded or has another shape."""
     if ours is None or ours.shape != right.shape:
         return float("inf")
     with np.errstate(invalid="ignore", divide="ignore"):

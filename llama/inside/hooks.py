@@ -11,9 +11,9 @@ Both use PyTorch's hooks on the modules, so they work in every way to run a mode
 speculative decoding, on every device and with quantized weights. Compiled and fused code calls no modules and is
 switched off while there are hooks (engine/watch.py); a model in several processes is refused.
 
-A name is that of a module, for its output ("layers.3.attention.wq"), or one of SITES with the number of a layer
-("q.3"). * stands for any part between dots: "resid_post.*", "layers.*.attention.wq". docs/guides/inside.md lists all
-names.
+The name of a module, such as "layers.3.attention.wq", stands for its output. A name of SITES is followed by the number
+of a layer: "q.3". * stands for any part between dots: "resid_post.*", "layers.*.attention.wq". docs/guides/inside.md
+lists all names.
 
 Letters: B batch, T new tokens, S keys (cached and new), H query heads, KV key/value heads, D head_dim, C model dim,
 F hidden_dim, V vocabulary.
@@ -43,9 +43,9 @@ from ..text import Llama
 class Place(NamedTuple):
     """Where a function of `patch` is called.
 
-    name       of the tensor: "resid_post.3"
-    layer      3; None outside the layers
-    positions  of the tokens, (T,) or (B, T); None outside the layers
+    name       name of the tensor, such as "resid_post.3"
+    layer      number of the layer; None outside the layers
+    positions  positions of the tokens, (T,) or (B, T); None outside the layers
     """
 
     name: str
@@ -54,7 +54,7 @@ class Place(NamedTuple):
 
 
 Function = Callable[[Tensor, Place], Tensor]
-Visit = Callable[[Tensor], Tensor | None]  # returns a new tensor, or None to leave it as it is
+Visit = Callable[[Tensor], Tensor | None]  # returns a new tensor, or None to keep the old one
 Remove = Callable[[], None]
 
 
@@ -63,12 +63,12 @@ Remove = Callable[[], None]
 class Site:
     """A tensor of the model: an input or the output of a module.
 
-    module  its name, within a block if the site is in a block; "" is the block itself
-    shape   for the documentation
-    input   number of the input; None for the output
-    part    number within an output of several tensors
-    heads   whether the last axis is divided into heads
-    remedy  what to patch in its place, if a change of this tensor would not reach everything that reads it
+    module  name of the module; if the site is in a block, the name within the block ("" is the block itself)
+    shape   shape of the tensor, for the documentation
+    input   index among the module's inputs; None if the tensor is an output
+    part    index of the tensor if the output is a tuple
+    heads   whether the module's last axis must be divided into heads
+    remedy  the site to patch instead, if a change of this tensor would not reach everything that reads the tensor
     """
 
     module: str
@@ -79,7 +79,7 @@ class Site:
     remedy: str | None = None
 
 
-# Names follow TransformerLens where it has one. In the order of the forward pass.
+# The order is that of the forward pass. Where TransformerLens has a name, it is used here.
 SITES: dict[str, Site] = {
     "embed": Site("tok_embeddings", "(B, T, C)"),
     "resid_pre": Site("", "(B, T, C)", input=0),
@@ -101,12 +101,12 @@ SITES: dict[str, Site] = {
     "logits": Site("output", "(.., V)"),
 }
 OUTSIDE = ("embed", "final_norm", "logits")  # sites that are not in a block
-OUTPUT = Site("", "")  # the output of a module that is named itself
-MARKING = Lock()  # makes a change of the identities and of the buffer one step
+OUTPUT = Site("", "")  # the site of a name that is a module's
+MARKING = Lock()  # held while the identities and the buffer change together
 
 
 class Tensors(NamedTuple):
-    """A tensor that a name stands for: the module to hook, the site, and the layer's number."""
+    """What a name stands for: the module to hook, the site, and the number of the layer."""
 
     module: nn.Module
     site: Site
@@ -114,7 +114,7 @@ class Tensors(NamedTuple):
 
 
 def tensors_of(model: Transformer) -> dict[str, Tensors]:
-    """All names, in the order of the forward pass. Under `only_layers`, layers keep their original numbers."""
+    """All names with their tensors, in the order of the forward pass. In `only_layers`, layers keep their numbers."""
     found = {"embed": Tensors(model.tok_embeddings, SITES["embed"], None)}
     for block in model.layers:
         layer = block.attention.layer
@@ -122,7 +122,7 @@ def tensors_of(model: Transformer) -> dict[str, Tensors]:
             if name not in OUTSIDE:
                 found[f"{name}.{layer}"] = Tensors(block.get_submodule(site.module), site, layer)
         for name, module in block.named_modules(prefix=f"layers.{layer}"):
-            if not isinstance(module, RotaryEmb):  # returns two tensors: rot_q and rot_k
+            if not isinstance(module, RotaryEmb):  # a RotaryEmb returns two tensors: rot_q and rot_k
                 found[name] = Tensors(module, OUTPUT, layer)
     for name in OUTSIDE[1:]:
         found[name] = Tensors(model.get_submodule(SITES[name].module), SITES[name], None)
@@ -132,7 +132,7 @@ def tensors_of(model: Transformer) -> dict[str, Tensors]:
 
 
 def resolve(model: Transformer, names: str | Iterable[str]) -> dict[str, Tensors]:
-    """The tensors that names and patterns stand for. Raises UsageError for one that stands for none."""
+    """The tensors that names and patterns stand for. Raises UsageError if a name or pattern stands for no tensor."""
     known, found = tensors_of(model), dict[str, Tensors]()
     for name in [names] if isinstance(names, str) else names:
         pattern = re.compile(re.escape(name).replace(r"\*", "[^.]*"))
@@ -149,7 +149,7 @@ def resolve(model: Transformer, names: str | Iterable[str]) -> dict[str, Tensors
 
 
 def transformer(model: Transformer | Llama) -> Transformer:
-    """The model itself. Raises UsageError if processes share it: this process would see a part of each tensor."""
+    """The model itself. Raises UsageError if several processes share it: each would see only a part of each tensor."""
     model = model.model if isinstance(model, Llama) else model
     if model.world is not None:
         raise UsageError("the tensors of a model in several processes can't be read or changed; run it in one process")
@@ -158,13 +158,13 @@ def transformer(model: Transformer | Llama) -> Transformer:
 
 # ------------------------------------------------------------------------------------------------------------- hooks
 def attach(tensors: Tensors, head_dim: int, visit: Visit) -> Remove:
-    """Call `visit` with a tensor whenever its module runs, and use the tensor that it returns, if any."""
+    """Call `visit` with a tensor whenever the module runs. If `visit` returns a tensor, the model uses this tensor."""
     module, site, _ = tensors
     if site is SITES["pattern"]:
         return Pattern.attach(module, visit)
 
     def changed(old: Any, number: int | None) -> Any:
-        """A tensor, or the tuple with one tensor replaced; None if nothing is replaced."""
+        """The new tensor, or the tuple with the new tensor in it; None if `visit` keeps the old tensor."""
         x: Tensor = old if number is None else old[number]
         new = visit(x.unflatten(-1, (-1, head_dim)) if site.heads else x)
         if new is None:
@@ -178,10 +178,10 @@ def attach(tensors: Tensors, head_dim: int, visit: Visit) -> Remove:
 
 
 class Pattern:
-    """The hook of an attention function: its weights, written out, for all who read or change them, in their order.
+    """The hook of an attention function: calls each visit with the attention weights, in the order of `visits`.
 
-    Fused kernels return no weights, so they are computed a second time. If nobody changes them, the function's own
-    result stays; otherwise the result is the changed weights times the values.
+    Fused kernels return no weights, so the hook computes them. If no visit changes them, the function's own result
+    stays; otherwise the result is the changed weights times the values.
     """
 
     def __init__(self, attend: nn.Module):
@@ -190,7 +190,7 @@ class Pattern:
 
     @staticmethod
     def attach(attend: nn.Module, visit: Visit) -> Remove:
-        """Add to the hook of the module, which is made for the first visit and removed with the last."""
+        """Add a visit to the module's hook. The hook is made for the first visit and removed with the last one."""
         hooks = attend._forward_hooks.values()
         hook = next((hook for hook in hooks if isinstance(hook, Pattern)), None) or Pattern(attend)
         hook.visits.append(visit)
@@ -217,11 +217,11 @@ class Pattern:
 
 # ----------------------------------------------------------------------------------------------------------- reading
 class Activations(Mapping[str, Tensor]):
-    """The tensors that were recorded, by name: `seen[name]` is that of the latest pass.
+    """The recorded tensors by name: `seen[name]` is the tensor of the latest pass.
 
-    calls  name -> all of them, one for each call of the module: one for each chunk of a prompt and each new token
+    calls  name -> the tensors of all passes: one for each chunk of a prompt and one for each new token
 
-    The tensors are the model's own and not copies. They stay after the `with` block.
+    The tensors are the model's own and not copies. They remain available after the `with` block.
     """
 
     def __init__(self, names: Iterable[str]):
@@ -244,8 +244,8 @@ class Activations(Mapping[str, Tensor]):
 def activations(model: Transformer | Llama, names: str | Iterable[str]) -> Iterator[Activations]:
     """Record the tensors with these names whenever the model runs, in any thread.
 
-    Inside a `patch` they are the changed tensors; a `patch` that begins later changes a tensor after it was recorded.
-    Raises UsageError for an unknown name, and for a model in several processes.
+    Inside the block of a `patch`, the changed tensors are recorded; if the `patch` begins inside this block, the
+    unchanged ones. Raises UsageError for an unknown name, and for a model in several processes.
     """
     model = transformer(model)
     found = resolve(model, names)
@@ -263,16 +263,16 @@ def patch(model: Transformer | Llama, changes: Mapping[str, Function], identity:
 
     x is the tensor in the shape of SITES, and `at` a Place. The result must have the shape of x; it is converted to the
     dtype and device of x. x is a copy, so it may be changed in place. Functions for the same tensor run in the order in
-    which they were given. The change is for all threads; a pass that already runs is changed from its next layer on.
+    which they were given. The change affects all threads; a pass that already runs is changed from its next layer on.
 
-    identity  a name for the change. A `Session` that was used in the patch can be used again only in a patch with the
-              same identity; None: only in this `with` block
+    identity  a name for the change. A `Session` that was used in this patch can be used again only in a patch with the
+              same identity; without an identity, only in this `with` block
 
     Raises UsageError for an unknown name, for a tensor that can only be read, for a model in several processes, and,
     when the model runs, for a result of another shape or type.
     """
     model = transformer(model)
-    now = local()  # .positions: those of the pass that this thread runs
+    now = local()  # now.positions are those of the pass that this thread runs
     with contextlib.ExitStack() as stack:
         stack.enter_context(marked(model, identity or uuid.uuid4().hex))
         for block in dict.fromkeys(model.layers):
@@ -288,7 +288,7 @@ def patch(model: Transformer | Llama, changes: Mapping[str, Function], identity:
 
 
 def _checked(name: str, layer: int | None, function: Function, now: local) -> Visit:
-    """The function as a visit that checks what it returns."""
+    """A visit that calls the function and checks the tensor that it returns."""
 
     def visit(x: Tensor) -> Tensor | None:
         if layer is not None and not hasattr(now, "positions"):  # the block began before the patch
@@ -305,7 +305,7 @@ def _checked(name: str, layer: int | None, function: Function, now: local) -> Vi
 
 @contextlib.contextmanager
 def marked(model: Transformer, identity: str) -> Iterator[None]:
-    """Make a change part of the model's identity, a buffer that sessions compare (generation/session.py).
+    """Add a change to the model's identity, which is a buffer that sessions compare (generation/session.py).
 
     Changes may end in any order, since several threads may patch a model.
     """
@@ -318,7 +318,7 @@ def marked(model: Transformer, identity: str) -> Iterator[None]:
 
 def _mark(model: Transformer, change: Callable[[list[str], str], None], identity: str) -> None:
     with MARKING:
-        identities = model.__dict__.setdefault("_identities", [])  # of the changes in force
+        identities = model.__dict__.setdefault("_identities", [])  # identities of all changes in force
         change(identities, identity)
         if identities:
             digest = hashlib.sha256("\0".join(identities).encode()).digest()

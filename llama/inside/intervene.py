@@ -28,10 +28,10 @@ from .hooks import Function, Place, marked, patch
 
 @contextlib.contextmanager
 def ablated(model: Transformer, heads: Iterable[tuple[int, int]]) -> Iterator[None]:
-    """Set the output of each (layer, head) to zero before wo, and of (layer, n_heads) that of the MLP.
+    """Set the output of each (layer, head) to zero before wo. (layer, n_heads) stands for the output of the MLP.
 
-    heads are query heads; the key/value heads that they share are not changed. Layers have their original numbers
-    under `only_layers`. Raises UsageError on a layer that does not run or a head that does not exist.
+    `heads` are query heads; the key/value heads that they share are not changed. In `only_layers`, layers keep their
+    original numbers. Raises UsageError on a layer that does not run or a head that does not exist.
     """
     heads, by_layer, mlp = set(heads), dict[int, set[int]](), model.config.n_heads
     for layer, head in heads:
@@ -55,7 +55,7 @@ def ablated(model: Transformer, heads: Iterable[tuple[int, int]]) -> Iterator[No
 def only_layers(model: Transformer, layers: Sequence[int]) -> Iterator[None]:
     """Run only these blocks, in this order, between the embedding and the last norm.
 
-    Raises UsageError if there are none, or if the model does not have one of them.
+    Raises UsageError if `layers` is empty, or names a layer that the model does not have.
     """
     everything = model.layers
     if not layers or not all(0 <= layer < len(everything) for layer in layers):
@@ -69,7 +69,7 @@ def only_layers(model: Transformer, layers: Sequence[int]) -> Iterator[None]:
 
 
 class _ZeroAngles(Rope):
-    """A Rope in which every angle is 0. The factor of cos and sin of a scaling still applies."""
+    """A Rope in which every angle is 0. If the scaling has a factor of cos and sin, the factor still applies."""
 
     def frequencies(self, seq_len: int) -> tuple[Tensor, float]:
         inv_freq, factor = super().frequencies(seq_len)
@@ -83,7 +83,7 @@ def other_rope(
     scaling: Mapping[str, Any] | None = None,
     kind: type[Rope] = Rope,
 ) -> Iterator[None]:
-    """Use another base or scaling of the rotation, in the form that `llama.load` has; None leaves it unchanged."""
+    """Use another base or scaling of the rotation, as in `llama.load`; None keeps the model's."""
     rope, before = model.rope, model.config
     config = with_rope(before, scaling, theta)
     table = config.rope_theta, config.rope_scaling, config.max_seq_len
@@ -96,7 +96,7 @@ def other_rope(
 
 @contextlib.contextmanager
 def without_rope(model: Transformer) -> Iterator[None]:
-    """Rotate nothing: attention has no positions, and only the causal mask depends on the order of the tokens."""
+    """Do not rotate q and k: attention has no positions, and only the causal mask depends on the tokens' order."""
     with other_rope(model, kind=_ZeroAngles), marked(model, "no rope"):
         yield
 
@@ -108,7 +108,7 @@ class Intervention:
 
     heads    (layer, head) pairs to ablate
     layers   the blocks to run, None for all
-    no_rope  rotate nothing
+    no_rope  do not rotate q and k
     theta, scaling  another base or scaling of the rotation, None for the model's
     """
 
@@ -165,7 +165,7 @@ def parse_head(text: str, config: ModelConfig) -> tuple[int, int]:
 
 
 def parse_layers(text: str, config: ModelConfig) -> range:
-    """ "0:8" -> range(0, 8), like a Python slice: either end may be left out. UsageError with the valid range."""
+    """ "0:8" -> range(0, 8); as in a slice, either end may be left out. Raises UsageError with the valid range."""
     match = re.fullmatch(r"([0-9]{0,9}):([0-9]{0,9})", text)
     first, end = (int(match[1] or 0), int(match[2] or config.n_layers)) if match else (0, 0)
     if not first < end <= config.n_layers:

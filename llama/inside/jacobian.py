@@ -1,13 +1,14 @@
-"""The Jacobian lens: what a layer's output tends to change in the last layer's, read as words (Gurnee et al., 2026).
+"""The Jacobian lens: the mean effect of a layer's output on the last layer's, read as words (Gurnee et al., 2026).
 
     J_l = mean over texts of 1/|V| sum over t, t' in V of d h_final(t') / d h_l(t)
     logits = output(norm(J_l h_l))
 
-h_l is the output of block l, h_final that of the last block, before the last norm. V are the positions after the first
-16, without the last one; only t <= t' counts, as later tokens do not change earlier ones. J_l = I is the logit lens.
+h_l is the output of block l. h_final is the output of the last block, before the last norm. V is the set of all
+positions except the first 16 and the last. Terms with t > t' are 0, since later tokens do not change earlier ones. With
+J_l = I, the lens is the logit lens.
 
-A file is torch.save's of {"J": {l: (C, C) float16}, "n_prompts", "source_layers", "d_model", "metadata"}, as published
-in neuronpedia/jacobian-lens on the Hugging Face hub.
+torch.save writes the file: {"J": {l: (C, C) float16}, "n_prompts", "source_layers", "d_model", "metadata"}. The lenses
+in neuronpedia/jacobian-lens on the Hugging Face hub have this format.
 
 Letters: B batch, T tokens, C model dim, N layers with a matrix, V vocabulary.
 """
@@ -35,22 +36,27 @@ from .hooks import activations, patch, transformer
 from .steering import ControlVector
 from .trace import show
 
-SKIPPED = 16  # first positions, which many heads use as an attention sink
-LENGTH = 128  # tokens of a text in a fit
+SKIPPED = 16  # number of first positions to skip; many heads use them as an attention sink
+LENGTH = 128  # tokens of each text in a fit
 BATCH = 8  # rows of a matrix in one backward pass
-SHIPPED = Path(__file__).with_name("lens-smollm2.safetensors")  # of the default model
+SHIPPED = Path(__file__).with_name("lens-smollm2.safetensors")  # the lens of the default model
 
 
 @dataclass(frozen=True)
 class JacobianLens:
-    """matrices: layer -> (C, C) float32; n_prompts: number of texts that they are the mean of; metadata: of the fit"""
+    """A lens of one model.
+
+    matrices   layer -> (C, C) float32, a mean over texts
+    n_prompts  the number of these texts
+    metadata   facts about the fit
+    """
 
     matrices: Mapping[int, Tensor]
     n_prompts: int
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def logits(self, model: Transformer | Llama, hidden: Mapping[int, Tensor]) -> Tensor:
-        """The readout of outputs of all N layers, layer -> (.., C): (N, .., V) float32."""
+        """The logits that the lens reads from the output (.., C) of each of N layers: (N, .., V) float32."""
         model = transformer(model)
         norm = model.norm.weight
         moved = [hidden[layer].to(norm.device).float() @ J.T.to(norm.device) for layer, J in self.matrices.items()]
@@ -59,7 +65,7 @@ class JacobianLens:
     def direction(self, model: Transformer | Llama, token: int) -> ControlVector:
         """The direction of a token in each layer, for `steer`.
 
-        Its product with h is the token's logit in the readout times the root mean square of J h.
+        The product of the direction with h is the token's logit in the lens, times the root mean square of J h.
         """
         model = transformer(model)
         row = make_embedding(model.output, torch.float32)(torch.tensor([token], device=model.norm.weight.device))
@@ -118,10 +124,11 @@ def fit_jacobian_lens(
     start: JacobianLens | None = None,
     tick: Callable[[int, int], None] = lambda done, of: None,
 ) -> Iterator[JacobianLens]:
-    """Fit a lens, and yield it after each text: the mean over the texts so far.
+    """Fit a lens. After each text, yields the lens, which is the mean over the texts so far.
 
-    layers  those to fit (default: all but the last, whose matrix is the identity);  start  a lens to go on with
-    tick    is called with the rows of a text's matrices that are done, and their number
+    layers  the layers to fit (default: all but the last, whose matrix is the identity)
+    start   a lens to continue, whose layers are fitted
+    tick    called with the number of rows of a text's matrices that are done, and the number of all rows
 
     Raises UsageError for a model that is not float32, and for a text of fewer than 18 tokens.
     """
@@ -129,7 +136,7 @@ def fit_jacobian_lens(
     dense = model.norm.weight.dtype == torch.float32 and not describe_quantization(model)
     layers = [*(range(model.config.n_layers - 1) if layers is None else layers)] if start is None else [*start.matrices]
     if not dense or not layers:
-        raise UsageError("a lens is fitted with weights in float32, of a model with two layers or more")
+        raise UsageError("to fit a lens, the model needs weights in float32 and at least two layers")
     count = 0 if start is None else start.n_prompts
     total = 0 if start is None else count * torch.stack([*start.matrices.values()])  # (N, C, C)
     for ids in prompts:
@@ -151,7 +158,7 @@ def _jacobians(model: Transformer, ids: Sequence[int], layers: list[int], tick: 
     tokens = torch.tensor([[*ids]] * BATCH, device=device)  # (B, T)
     with (
         torch.enable_grad(),
-        patch(model, {f"resid_post.{min(layers)}": lambda h, at: h.requires_grad_()}),  # earlier layers need no graph
+        patch(model, {f"resid_post.{min(layers)}": lambda h, at: h.requires_grad_()}),  # no graph of earlier layers
         activations(model, [*names, last]) as seen,
     ):
         model.hidden(tokens)

@@ -1,8 +1,8 @@
 """Activation patching: which part of the residual stream carries the answer (arXiv:2202.05262, arXiv:2404.15255).
 
-Two texts of equally many tokens have different answers. The residual stream of the source, before one layer at one
-token, is put into the model's run on the target. The number in the grid is the effect on the difference of the two
-answers' logits: 0 is the difference after the target, 1 the difference after the source.
+Two texts, source and target, have the same number of tokens and different answers. The residual stream of the source,
+before one layer at one token, is put into the model's run on the target. The grid shows how far this moves the
+difference of the two answers' logits: 0 means as after the target, 1 means as after the source.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Grid:
     """The result of `patching_grid` for T tokens and L layers that ran.
 
     source, target  ids (T,) each
-    answers         the most probable id after the source, and after the target
-    differences     logit of the first answer minus logit of the second, after the source and after the target
+    answers         (the most probable id after the source, the most probable id after the target)
+    differences     logit of the first answer minus logit of the second: (after the source, after the target)
     layers          numbers of the layers
     restored        (L, T) float64: row l for the residual stream before layer layers[l]
     """
@@ -49,9 +49,9 @@ class Grid:
 def patching_grid(model: Transformer | Llama, source: Sequence[int] | Tensor, target: Sequence[int] | Tensor) -> Grid:
     """Put the residual stream of the source into the run on the target, at each layer and token: ids (T,) or (1, T).
 
-    restored = (d - d_target) / (d_source - d_target), for the difference d of the answers' logits after the last token.
-    Raises UsageError if the texts have no tokens, not equally many, or the same answer, NumericalError if a logit is
-    not finite.
+    restored = (d - d_target) / (d_source - d_target), where d is the difference of the answers' logits after the last
+    token. Raises UsageError if the texts have no tokens, different lengths or the same answer, and NumericalError if a
+    logit is not finite.
     """
     return result(patching_steps(model, one_text(source), one_text(target)))
 
@@ -80,10 +80,11 @@ def patching_steps(
     target: Sequence[int],
     answers: tuple[int | None, int | None] = (None, None),
 ) -> Generator[tuple[int, int], None, Grid]:
-    """`patching_grid`, of which each step runs one layer on at most ROWS rows: yields (steps done, all steps).
+    """Compute `patching_grid` in steps of one layer and at most ROWS rows. Yields (steps done, all steps).
 
-    answers  ids in place of the most probable ones after the source and after the target. Layers below a patch are not
-             computed again
+    answers  ids in place of the most probable ones, (after the source, after the target)
+
+    Layers before a patched layer are not computed again.
     """
     model = transformer(model)
     if not target or len(source) != len(target):
@@ -92,7 +93,7 @@ def patching_steps(
             f" {len(target)}; reword one of the texts"
         )
     S, L = len(target), len(model.layers)
-    start = next((t for t in range(S) if source[t] != target[t]), S - 1)  # nothing before it differs
+    start = next((t for t in range(S) if source[t] != target[t]), S - 1)  # the first token that differs
     earlier, rest = [Earlier() if start else None for _ in range(L)], range(start, S)
 
     both = torch.tensor([source, target], device=model.tok_embeddings.weight.device)  # (2, T)
@@ -132,7 +133,7 @@ def patching_steps(
 
 
 def run(model: Transformer, layer: int, h: Tensor, tokens: range, length: int, earlier: Earlier | None) -> Tensor:
-    """Run one block on some tokens of texts of this length; it has the keys of those before: (B, T, C) -> (B, T, C)."""
+    """Run one block on some tokens of texts: (B, T, C) -> (B, T, C). `earlier` has the keys of earlier tokens."""
     block = model.layers[layer]
     device = block.attention_norm.weight.device
     keys = torch.arange(tokens.stop, device=device)  # (S,)
@@ -147,7 +148,7 @@ def last_logits(model: Transformer, h: Tensor) -> Tensor:
 
 
 class Earlier:
-    """A layer's cache for rows with the same earlier tokens. It keeps the keys and values of the first pass alone.
+    """A layer's cache for rows with the same earlier tokens. Only the first pass adds keys and values.
 
     kept  keys and values (1, KV, S - T, D) of the earlier tokens, in place of a first pass
     """

@@ -4,8 +4,8 @@
     with steer(model, vector, scale=0.1):
         llm.generate("How was your day?")
 
-The file format is llama.cpp's GGUF control vector, which repeng also writes: a tensor direction.N (C,) float32 is added
-to the output of layer N, times the scale. Layers count from 0, and layer 0 has no direction.
+The file format is llama.cpp's GGUF control vector, which repeng also writes. The scale times the tensor direction.N
+(C,) float32 is added to the output of layer N. Layers count from 0, and layer 0 has no direction.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ARCHITECTURE = "controlvector"
 
 @dataclass(frozen=True)
 class ControlVector:
-    """directions: layer -> (C,) float32, the vector to add to the layer's output."""
+    """A vector for each layer. directions: layer -> (C,) float32, which is added to the layer's output."""
 
     directions: Mapping[int, Tensor]
 
@@ -87,10 +87,11 @@ class ControlVector:
 
 @torch.no_grad()
 def control_vector(model: Transformer | Llama, pairs: Iterable[tuple[Sequence[int], Sequence[int]]]) -> ControlVector:
-    """The difference of the residual streams after two prompts, for each layer but 0; the mean over several pairs.
+    """For each layer except 0, the difference of the residual streams of two prompts; of several pairs, the mean.
 
-    pairs  (ids of the prompt to move towards, ids of the prompt to move away from). The residual stream is read at the
-           last token, after each layer. The difference keeps its length.
+    pairs  (ids of the prompt to move towards, ids of the prompt to move away from)
+
+    The residual stream is read after the layer at the last token. The difference is not normalized.
 
     Raises UsageError if a prompt has no tokens.
     """
@@ -111,7 +112,9 @@ def control_vector(model: Transformer | Llama, pairs: Iterable[tuple[Sequence[in
 def steer(
     model: Transformer | Llama, vector: ControlVector, scale: float = 1.0, layers: Sequence[int] | None = None
 ) -> Iterator[list[int]]:
-    """Add scale times the directions to the outputs of their layers, at every token; `layers` limits it to these.
+    """Add scale times each direction to the output of its layer, at every token.
+
+    layers  the layers to steer (default: all that have a direction)
 
     Yields the numbers of the layers that are steered.
 

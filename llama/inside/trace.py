@@ -29,24 +29,24 @@ from .hooks import Activations, activations
 from .intervene import Intervention
 from .patching import LEGEND, cell
 
-LENS_CHUNK = 8  # tokens whose lens is computed at once
-LENS_TOKENS = 32  # of a longer text, the last ones: a row of the lens costs as much as the model's own prediction
+LENS_CHUNK = 8  # number of tokens whose lens is computed at once
+LENS_TOKENS = 32  # a longer text has a lens for its last tokens only: a row costs as much as the model's output layer
 RECORDED = ("resid_post", "pattern", "rot_q", "rot_k", "z", "mlp_out")  # sites of each layer
 
 
 # ------------------------------------------------------------------------------------------------- one forward pass
 @dataclass
 class Recording:
-    """The record of a forward pass, layer by layer; for a batch, of its first row.
+    """The record of a forward pass, layer by layer. Of a batch, it shows the first row.
 
-    layers  numbers of the blocks that run, in their order; a block may run several times
+    layers  numbers of the blocks in the order in which they run; a block may run several times
     """
 
     layers: list[int]
     tensors: Activations
 
     def rows(self, name: str) -> list[Tensor]:
-        """The first row of a tensor of each layer: "pattern" (H, T, T), "z" (T, H, D), .."""
+        """For each layer, the first row of the named tensor: "pattern" (H, T, T), "z" (T, H, D), .."""
         calls = {layer: iter(self.tensors.calls[f"{name}.{layer}"]) for layer in self.layers}
         return [next(calls[layer])[0] for layer in self.layers]
 
@@ -62,22 +62,22 @@ class Recording:
 
     @property
     def pair_norms(self) -> list[Tensor]:
-        """(H, D/2) float64 each, see `pair_norms`."""
+        """The function `pair_norms` of each layer: (H, D/2) float64 each."""
         return [pair_norms(q, k) for q, k in zip(self.rows("rot_q"), self.rows("rot_k"), strict=True)]
 
 
 @contextlib.contextmanager
 def recording(model: Transformer, sites: Sequence[str] = RECORDED) -> Iterator[Recording]:
-    """Record the next forward pass: of a complete text without a cache, or of the last tokens after a cache."""
+    """Record the next forward pass, which is over a complete text, or over the last tokens of a text after a cache."""
     with activations(model, ["embed", *(f"{site}.*" for site in sites)]) as tensors:
         yield Recording([block.attention.layer for block in model.layers], tensors)
 
 
 def pair_norms(q: Tensor, k: Tensor) -> Tensor:
-    """Mean of |q_i| |k_i| over all T (T + 1) / 2 combinations of a query and a visible key, for each pair i.
+    """For each pair i: the mean of |q_i| |k_i| over all T (T + 1) / 2 combinations of a query and a visible key.
 
-    q (T, H, D), k (T, KV, D), rotated or not, since rotations preserve lengths. Returns (H, D/2) float64.
-    |q_i| |k_i| / sqrt(D) is the most that pair i can add to a score, so it shows which frequencies a head uses.
+    q (T, H, D) and k (T, KV, D) may be rotated or not, since rotations preserve lengths. Returns (H, D/2) float64.
+    Pair i adds at most |q_i| |k_i| / sqrt(D) to a score, so the means show which frequencies a head uses.
     """
     lengths_q, lengths_k = (x.double().unflatten(-1, (-1, 2)).norm(dim=-1) for x in (q, k))  # (T, .., D/2) each
     sums = lengths_k.cumsum(dim=0).repeat_interleave(q.shape[1] // k.shape[1], dim=1)  # (T, H, D/2)
@@ -103,10 +103,10 @@ def rank_of(logits: Tensor, ids: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Lens:
-    """The logit lens: the next token predicted from the residual stream after each layer. M = L + 1 rows.
+    """The logit lens: the next token predicted from the residual stream after each layer, for N tokens.
 
-    Row 0 is the embedding before any block, row M - 1 the prediction of the model. N is T; in a `Trace`, the last
-    LENS_TOKENS at most. The tensors are on the CPU.
+    There are M = L + 1 rows. Row 0 is read from the embedding before any block; row M - 1 is the model's prediction. In
+    a `Trace`, the N tokens are the last LENS_TOKENS, otherwise all T. The tensors are on the CPU.
 
     top_ids, top_p  (M, N, K) the most probable tokens and their probabilities
     rank            (M, N) rank of the final answer, the model's most probable token
@@ -120,26 +120,27 @@ class Lens:
 
 
 def logit_lens(model: Transformer, hidden: Sequence[Tensor], logits: Tensor, top: int = 3) -> Lens:
-    """Apply the last norm and the output matrix after each block (nostalgebraist, 2020).
+    """Apply the last norm and the output matrix to the output of each block (nostalgebraist, 2020).
 
-    hidden are (T, C) each, logits (T, V).
+    Each entry of `hidden` is (T, C); `logits` is (T, V).
     """
     found = []
     for h, finals in zip(torch.stack([*hidden], dim=1).split(LENS_CHUNK), logits.split(LENS_CHUNK), strict=True):
         rows = model.output(model.norm(h)).float()  # (t, M, V)
-        for seen, final in zip(rows, finals, strict=True):  # (M, V), (V,); one at a time, which fits into the cache
+        for seen, final in zip(rows, finals, strict=True):  # (M, V), (V,): one token's rows fit into the CPU's cache
             log_p = seen.log_softmax(-1)
             best, rank = log_p.topk(min(top, seen.shape[-1])), rank_of(seen, final.argmax().expand(len(seen)))
             row = best.indices, best.values.exp(), rank, divergence(final.log_softmax(-1), log_p)
-            found.append([x.tolist() for x in row])  # small tensors would fragment the memory that `seen` reuses
+            found.append([x.tolist() for x in row])  # lists: small tensors would fragment the memory that `seen` reuses
     return Lens(*(torch.tensor(parts).transpose(0, 1) for parts in zip(*found, strict=True)))
 
 
 def readout(model: Transformer, seen: Recording, answer: int, against: int | None = None) -> Tensor:
     """The vector (C,) float32 whose product with a term of the last hidden state is the term's part of a logit.
 
-    The logit is that of the id `answer` after the last token, minus that of `against`, if given. The scale of the last
-    norm is that of the pass (arXiv:2211.00593, section 3.1), so the products of all terms add up to the logit.
+    The logit is that of the id `answer` after the last token; if `against` is given, its logit is subtracted. The last
+    norm keeps the scale of the recorded pass (arXiv:2211.00593, section 3.1), so the products of all terms add up to
+    the logit.
     """
     scale = torch.rsqrt(seen.hidden[-1][-1].float().square().mean() + model.norm.eps)
     ids = torch.tensor([answer] if against is None else [answer, against], device=model.norm.weight.device)
@@ -149,10 +150,10 @@ def readout(model: Transformer, seen: Recording, answer: int, against: int | Non
 
 
 def head_readouts(model: Transformer, direction: Tensor) -> list[Tensor]:
-    """A `readout` through each layer's wo, without its bias: (H, D) float32 each.
+    """The `readout` of each head: `direction` multiplied by each layer's wo, without the bias: (H, D) float32 each.
 
-    The output of a head, multiplied by its part of wo, is one of the terms whose sum is the last hidden state. So the
-    product of a head's output (D,) with its readout is what the head adds to the logit.
+    The last hidden state is a sum; one of its terms is a head's output (D,) multiplied by the head's part of wo. So
+    the product of a head's output with the head's readout is what the head adds to the logit.
     """
     rows, D = torch.arange(len(direction), device=direction.device), model.config.head_dim
     return [
@@ -162,20 +163,22 @@ def head_readouts(model: Transformer, direction: Tensor) -> list[Tensor]:
 
 
 def direct_effects(model: Transformer, seen: Recording, direction: Tensor) -> Tensor:
-    """What each head adds to the logit of a `readout` after the last token: (L, H) float32."""
+    """What each head adds to the logit of the readout `direction` after the last token: (L, H) float32."""
     readouts = head_readouts(model, direction)
     return torch.stack([(z[-1].float() * own).sum(-1) for z, own in zip(seen.rows("z"), readouts, strict=True)])
 
 
 def source_effects(model: Transformer, seen: Recording, direction: Tensor, values: Sequence[Tensor]) -> Tensor:
-    """`direct_effects` by source token: (L, H, S) float32, whose sum over S is the effect of the head.
+    """`direct_effects`, divided among the source tokens: (L, H, S) float32. The sum over S is the effect of the head.
 
-    A head's output is the sum of the values of its source tokens times their weights. values (KV, S, D) of each layer
+    A head's output is the sum over its source tokens of weight times value.
+
+    values  (KV, S, D) for each layer
     """
     effects = []
     for pattern, z, v, own in zip(seen.weights, seen.rows("z"), values, head_readouts(model, direction), strict=True):
         added = v.float().repeat_interleave(len(own) // len(v), 0) @ own[..., None]  # (H, S, D) @ (H, D, 1)
-        runs = z[-1].ne(0).any(-1, keepdim=True)  # (H, 1): a head that is switched off adds nothing
+        runs = z[-1].ne(0).any(-1, keepdim=True)  # (H, 1): False for a head that is switched off; it adds nothing
         effects.append(pattern[:, -1] * added[..., 0] * runs)  # (H, S)
     return torch.stack(effects)
 
@@ -183,7 +186,7 @@ def source_effects(model: Transformer, seen: Recording, direction: Tensor, value
 def distance_profile(weights: Tensor, skip_first: bool = False) -> Tensor:
     """Mean weight at each distance, over the queries that have a token at that distance: (.., T, T) -> (.., T).
 
-    skip_first leaves out token 0, which many heads use as an attention sink (arXiv:2309.17453): (.., T - 1).
+    skip_first  leave out token 0, which many heads use as an attention sink (arXiv:2309.17453): -> (.., T - 1)
     """
     first = int(skip_first)
     distances = range(weights.shape[-1] - first)
@@ -198,7 +201,7 @@ def sink(weights: Tensor) -> Tensor:
 
 
 def spread(weights: Tensor) -> Tensor:
-    """Effective number of attended tokens: e^entropy of a query's weights, mean over queries: (.., T, T) -> (..)."""
+    """Effective number of attended tokens, e^(entropy of a query's weights), mean over queries: (.., T, T) -> (..)."""
     return torch.special.entr(weights).sum(-1).exp().mean(-1)
 
 
@@ -207,9 +210,11 @@ def spread(weights: Tensor) -> Tensor:
 class Trace:
     """A text and the record of the model's pass over it.
 
-    ids (T,), logits (T, V) float32, weights (L, H, T, T), pair_norms (L, H, D/2), inv_freq (D/2,); effects (L, H) on
-    the logit of the most probable token after the last one, minus that of the second, see `direct_effects`; config of
-    the changed model; before, the unchanged model's logits, and descriptions of the changes
+    ids (T,), logits (T, V) float32, weights (L, H, T, T), pair_norms (L, H, D/2), inv_freq (D/2,)
+    effects  (L, H) direct effects on a difference of logits after the last token: most probable minus second token
+    config   the configuration of the model with its changes
+    before   (T, V) the logits without the changes; None if there are no changes
+    changes  a description of each change
     """
 
     ids: Tensor
@@ -266,10 +271,10 @@ def evaluate(
     before: Tensor | None = None,
     changes: Sequence[str] = (),
 ) -> Trace:
-    """What follows from the record of a pass over a text and its logits (T, V)."""
+    """Compute a Trace from the record of a pass over a text and the logits (T, V)."""
     last = slice(-LENS_TOKENS, None)
     lens = logit_lens(model, [h[last] for h in seen.hidden], logits[last])
-    first, second = logits[-1].topk(2).indices.tolist()  # a number added to all logits changes nothing in a difference
+    first, second = logits[-1].topk(2).indices.tolist()  # a difference: a number added to all logits does not change it
     effects = direct_effects(model, seen, readout(model, seen, first, second))
     inv_freq, factor = model.rope.frequencies(len(ids))
     maps, pairs = torch.stack(seen.weights), torch.stack(seen.pair_norms)
@@ -283,21 +288,21 @@ TOP = 8  # number of most probable next tokens at each position
 
 
 def facts(trace: Trace, tokenizer: Tokenizer, about: Mapping[str, Any]) -> dict[str, Any]:
-    """The trace for JSON, with indices as in `Trace`; it has everything except the attention maps.
+    """The trace for JSON, with indices as in `Trace`, but without the attention maps.
 
     about      the model's name and sizes, included unchanged
-    texts      id -> its text, for every id that occurs
-    tokens     ids (T,); surprisal (T,) nats and rank (T,), null for token 0, which has no prediction;
-               next_ids, next_p (T, 8), the predictions after each token
-    lens       one row for the embedding and one per layer, for the last N = min(T, 32) tokens: top_ids, top_p
-               (L+1, N, 3), rank and kl (L+1, N)
-    heads      (L, H) each: sink, the mean weight on token 0; previous, on the token before; itself; spread, the
-               effective number of attended tokens; profile (L, H, T) and profile_without_first (L, H, T-1), by
-               distance; pair_norms (L, H, D/2); effects, on the logit of the first of the last next_ids minus that of
-               the second
-    rope       inv_freq, turns (D/2,) full turns between the first and the last token
-    change     null, or: told, descriptions of the changes; kl (T,) of next-token distributions, KL(before || after);
-               before and after, like `tokens`
+    texts      id -> the text of its token, for every id that occurs
+    tokens     ids (T,); surprisal (T,) in nats and rank (T,), both null for token 0, which has no prediction; next_ids
+               and next_p (T, 8), the predictions after each token
+    lens       top_ids and top_p (L+1, N, 3), rank and kl (L+1, N) for the last N = min(T, 32) tokens; row 0 is the
+               embedding, the other rows are the layers
+    heads      (L, H) each: sink, previous and itself, the mean weights on token 0, on the token before and on the token
+               itself; spread, the effective number of attended tokens; effects, on the logit of the first of the last
+               next_ids minus that of the second. By distance: profile (L, H, T), profile_without_first (L, H, T-1).
+               By pair: pair_norms (L, H, D/2)
+    rope       inv_freq (D/2,); turns (D/2,), the full turns between the first and the last token
+    change     null, or: told, descriptions of the changes; kl (T,), KL(before || after) of the predictions after each
+               token; before and after, in the form of `tokens`
     """
     weights = trace.weights
     length = len(trace.ids)
@@ -350,15 +355,15 @@ def _predictions(logits: Tensor, ids: Tensor) -> dict[str, Any]:
 
 
 def attention_rows(weights: Tensor) -> list[Any]:
-    """The maps as nested lists (L, H, T, t + 1): row t has the weights on tokens 0 .. t; the others are 0."""
+    """The maps as nested lists (L, H, T, t + 1): row t has the weights on tokens 0 .. t; later tokens have weight 0."""
     return [[[_numbers(row[: t + 1], 5) for t, row in enumerate(head)] for head in layer] for layer in weights.float()]
 
 
 def packed_maps(weights: Tensor) -> bytes:
-    """The maps (L, H, T, T) with one byte per weight w: 10 + 100 w from 0.0995 on, and 26 sqrt(w) below, rounded.
+    """The maps (L, H, T, T) with one byte for each weight w: 10 + 100 w if w >= 0.0995, else 26 sqrt(w), rounded.
 
-    So two decimals are exact from 0.1 on, and smaller weights have eight steps. It holds the unmasked weights only,
-    key by key: w of the queries s .. T - 1 on key s. L * H * T (T + 1) / 2 bytes.
+    So weights from 0.1 on have two exact decimals, and smaller weights have eight steps. Only unmasked weights are
+    stored, key by key: for key s, those of the queries s .. T - 1. These are L * H * T (T + 1) / 2 bytes.
     """
     s, t = torch.triu_indices(*weights.shape[-2:])
     seen = weights.float().cpu()[..., t, s]  # (L, H, T (T + 1) / 2)
@@ -367,7 +372,7 @@ def packed_maps(weights: Tensor) -> bytes:
 
 
 def _numbers(tensor: Tensor, digits: int = 6) -> Any:
-    """Nested lists of numbers, rounded to so many significant digits; further digits are float32 noise."""
+    """Nested lists of numbers, rounded to `digits` significant digits; further digits are float32 noise."""
     values = tensor.double().cpu().numpy()
     with np.errstate(divide="ignore"):
         exponents = np.floor(np.log10(np.abs(values)))

@@ -1,4 +1,4 @@
-"""Code that all API shapes share: the answers to a request, streams of them, and errors."""
+"""Code that all API shapes share: the answers to a request, streams of answers, and errors."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class Format:
 class Api(Format):
     """The shape of an API: the requests it accepts and the form of its responses."""
 
-    parse: Callable[[Mapping[str, Any], Llama, str], AnswerRequest]  # of a body, for the model with this name
+    parse: Callable[[Mapping[str, Any], Llama, str], AnswerRequest]  # arguments: the body, the model and its name
 
     @abstractmethod
     def chunk(self, reply: Reply, choices: list[Choice]) -> Any:
-        """An event of a stream, given the choice with something new."""
+        """An event of a stream, given the choices that have something new."""
 
     def whole(self, reply: Reply) -> Any:
         """The body of a response that is not a stream."""
@@ -72,9 +72,9 @@ class Api(Format):
 
 
 class Choice:
-    """The part of an answer that is yet to be sent: thought, text, tokens, parts of calls; at its end, the reason.
+    """The part of an answer that is yet to be sent: thought, text, tokens, parts of calls, and why the answer ended.
 
-    The pieces that a stream sends add up to the complete answer.
+    The parts that a stream sends add up to the complete answer.
     """
 
     def __init__(self, request: AnswerRequest, index: int, spelling: Spelling):
@@ -85,12 +85,12 @@ class Choice:
         self.finish_reason: str | None = None
         self.finder = ToolCallStream(request.tools, parts=True) if request.tools else None
         self.marks = call_marks(spelling.tokenizer) if request.tools else {}
-        self.count, self.cut = 0, False  # calls found so far; whether the answer ends within one
+        self.count, self.cut = 0, False  # number of calls found so far; whether the answer ends within a call
         self.before: int | None = None  # calls that began before the text
         self.offset = 0  # where in the text the next token begins
 
     def clear(self) -> None:
-        """Forget what has been sent; an event of a stream has one part of a call."""
+        """Forget what has been sent. An event of a stream sends one part of a call, so only the first is forgotten."""
         self.reasoning, self.text, self.tokens, self.calls = "", "", list[Token](), self.calls[1:]
 
     @cached_property
@@ -152,11 +152,11 @@ class Reply(Inbox):
         for job in request.jobs if self.most_new >= 0 else []:
             job.params = replace(job.params, max_new_tokens=min(job.params.max_new_tokens, self.most_new))
         if count > most:
-            raise UsageError(f"n times the number of prompts is {count}; this server takes at most {most}")
+            raise UsageError(f"the number of prompts times n is {count}; this server allows at most {most}")
         engine.submit(request.jobs, self._deliver)
 
     def _deliver(self, job: Job, piece: Piece | LlamaError) -> None:
-        """Count the tokens of a complete answer, also after a disconnect, and hand the piece to the event loop."""
+        """Hand a piece to the event loop; with the last piece, count the answer's tokens, also after a disconnect."""
         choice = self.choices[job]
         if isinstance(piece, LlamaError):
             return self.put(piece)
@@ -200,7 +200,7 @@ class Stream(StreamingResponse):
         async def comments() -> None:
             while True:
                 await asyncio.sleep(self.inbox.engine.limits.pause)
-                if self.status == DISCONNECTED:  # not ended
+                if self.status == DISCONNECTED:  # the initial status: the stream has not ended
                     await send({"type": "http.response.body", "body": self.format.comment, "more_body": True})
 
         commenting = asyncio.create_task(comments())

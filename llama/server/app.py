@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 APIS: dict[str, Api] = {"/v1/chat/completions": Chat(), "/v1/completions": Completions(), "/v1/responses": Responses()}
 CONVERSIONS = {"/tokenize": tokenize, "/detokenize": detokenize, "/apply-template": apply_template}  # as llama.cpp's
 EVENTS = Format()
-# name of a look -> its method, and the type of its response: a stream, the last event, or a file made of it
+# name of a look -> its method, and the type of the response: all events as a stream, the last event, or a file of it
 LOOKS: dict[str, tuple[Callable[..., Steps], str]] = {
     "answer": (Looks.answer, EVENTS.media_type),
     "grid": (Looks.grid, EVENTS.media_type),
@@ -52,10 +52,10 @@ LOOKS: dict[str, tuple[Callable[..., Steps], str]] = {
 }
 IGNORED_HEADER = "X-Clearllama-Ignored"  # names the fields of a request that have no effect
 AUTHENTICATE = {"WWW-Authenticate": "Bearer"}
-# The keys that ask for a grammar, perhaps with escapes or in UTF-16. Escapes elsewhere are text of many languages.
+# The keys that ask for a grammar. A key may be written with escapes or in UTF-16; escapes outside keys are common.
 SCHEMAS = rb"format|tool_choice|tools|structured_outputs|guided_\w+|grammar|json_schema"
 MAY_HAVE_SCHEMA = re.compile(rb"(" + SCHEMAS + rb'|\\u[0-9a-fA-F]{4}[a-z_]{0,14})"\s*:|\0')
-# path -> file in the package. The page needs no key; what it shows does
+# path -> file in the package. These files need no API key; the endpoints that the page calls do
 PAGE = {"/": "server/page/index.html"}
 SCRIPTS = ("page.js", "panel.js", "lens.js", "compare.js", "keep.js")
 PAGE |= {f"/{name}": f"server/page/{name}" for name in ("page.css", *SCRIPTS)}
@@ -69,7 +69,8 @@ PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-SINGLE = ((b"authorization",), (b"content-type",), (b"content-length", b"transfer-encoding"))  # h11 checks Host
+# A request may have one header of each group. h11 checks that Host is single
+SINGLE = ((b"authorization",), (b"content-type",), (b"content-length", b"transfer-encoding"))
 PACKAGE = Path(__file__).parent.parent
 T = TypeVar("T")
 Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
@@ -78,11 +79,11 @@ Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
 class Server:
     """A model behind HTTP.
 
-    model    its name in requests and responses
+    model    the model's name in requests and responses
     key      the API key, or None
-    lens     for its looks
-    strict   refuse the fields of other servers than OpenAI's
-    aliases  other names in requests
+    lens     the Jacobian lens of its looks
+    strict   refuse the fields of servers other than OpenAI's
+    aliases  other names of the model in requests
     """
 
     def __init__(
@@ -146,7 +147,7 @@ class Server:
                 response = refusal(failed, APIS.get(path, EVENTS))
             if ignored := getattr(request.state, "ignored", []):
                 response.headers[IGNORED_HEADER] = ", ".join(ignored)
-                for name in ignored:  # each once: warn_once keeps its messages
+                for name in ignored:  # warn_once writes each message once
                     warn_once(f"the field {name} of requests has no effect")
             if isinstance(response, Stream):
                 response.ended = ended
@@ -202,7 +203,7 @@ class Server:
         return JSONResponse(await self._parsed(request, conversion))
 
     async def _parsed(self, request: Request, parse: Callable[[dict[str, Any], Llama, str], T]) -> T:
-        """What `parse` makes of the body of a request. Raises HTTPException if it is too large or slow, or not JSON."""
+        """Read the body of a request and call `parse`. Raises HTTPException if it is too large or slow, or not JSON."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # a web page of another origin can't send this type without permission
             raise HTTPException(415, f"got Content-Type {kind!r:.80}; send the header Content-Type: application/json")
@@ -216,7 +217,7 @@ class Server:
                         raise HTTPException(413, f"the body has more than {self.limits.body:,} bytes")
                     if self.received > self.limits.bodies:
                         raise Full("the server is busy: too many large requests; try again later")
-            # Parsing takes up to 30 times the memory of the body. A schema may take seconds, one after the other.
+            # Parsing takes up to 30 times the memory of the body. Compiling a schema may take seconds.
             async with self.compiling if MAY_HAVE_SCHEMA.search(body) else self.parsing:
                 return await asyncio.to_thread(self._read, request, bytes(body), parse)
         except TimeoutError:
@@ -274,7 +275,10 @@ class Server:
 
 
 def one_file() -> str:
-    """The page as one file without network, to whose first script the browser adds a view. Hashes allow the others."""
+    """The page as one file that needs no network. The browser adds a view to its first, empty script.
+
+    The policy allows the other scripts and the styles by their hashes.
+    """
     page = (PACKAGE / PAGE["/"]).read_text("utf-8")
     policy = "default-src 'none'; img-src data:; base-uri 'none'; form-action 'none'"
     for kind, tag, end in (("css", "style", "</head>"), ("js", "script", "</body>")):
@@ -287,12 +291,12 @@ def one_file() -> str:
 
 
 def one_value(app: ASGIApp) -> ASGIApp:
-    """Middleware that rejects a request with two keys, types or lengths, since a proxy may use the other one."""
+    """Middleware that rejects a request with two headers of one group of SINGLE, since a proxy may use the other."""
 
     async def handle(scope: Any, receive: Any, send: Any) -> None:
         given = [name for name, _ in scope["headers"]]
         several = [b" or ".join(names).decode() for names in SINGLE if sum(map(given.count, names)) > 1]
-        refused = HTTPException(400, f"expected one header {', '.join(several)}, got several", {"Connection": "close"})
+        refused = HTTPException(400, f"expected one header {', '.join(several)}; got several", {"Connection": "close"})
         await (refusal(refused, EVENTS) if several else app)(scope, receive, send)
 
     return handle

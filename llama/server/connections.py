@@ -31,7 +31,7 @@ class Protocol(H11Protocol):
         before = self.cycle
         super().handle_events()
         if self.cycle is None or self.cycle.response_complete:
-            return  # the head of the next request is incomplete, or a body that is no longer needed
+            return  # these bytes are an incomplete head of the next request, or a body that is no longer needed
         if self.cycle is not before:  # the application's own limit can't end a response that nobody reads
             self.deadline.cancel()
             self.end = self.loop.time() + self.limits.receive + self.limits.seconds
@@ -47,7 +47,7 @@ class Protocol(H11Protocol):
         super().on_response_complete()
 
     def _late(self, before: float = math.inf) -> None:
-        """Close the connection, unless the client has read more of the last response since `before` bytes were left."""
+        """Close the connection, unless fewer than `before` bytes of the last response are still to be read."""
         if 0 < (left := self.transport.get_write_buffer_size()) < before and self.loop.time() < self.end:
             self.deadline = self.loop.call_later(self.limits.receive, self._late, left)
         else:
@@ -56,7 +56,7 @@ class Protocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         try:
             super().data_received(data)
-        except h11.LocalProtocolError:  # uvicorn answers a malformed request that has an answer already
+        except h11.LocalProtocolError:  # uvicorn tried to answer a malformed request a second time
             self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -65,7 +65,7 @@ class Protocol(H11Protocol):
 
 
 def raise_open_files(most: int) -> int:
-    """Raise the limit of open files to `most`, or as far as the system allows. Returns the new limit."""
+    """Raise the limit of open files to `most`, or to the system's maximum if that is lower. Returns the new limit."""
     try:
         import resource
     except ImportError:  # Windows

@@ -1,9 +1,9 @@
 """Fields of other servers and their clients, translated to those of this server.
 
-SYNONYMS have the meaning of a field of this server, GUIDED constrain an answer, and `options` holds further fields.
-WITHOUT_EFFECT has fields that change no answer, or none with the value that stands here: they are removed, and the
-response names them. Any other field is refused where the body is checked, since it may select or constrain an answer;
-INSTEAD says what to do.
+SYNONYMS have the meaning of a field of this server, GUIDED constrain an answer, and Ollama's `options` holds further
+fields. WITHOUT_EFFECT has the fields that change no answer if they have the value given here: they are removed, and the
+response names them. requests.py refuses any other field, since it may select or constrain an answer; INSTEAD says what
+to send in its place.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SYNONYMS = {"repeat_penalty": "repetition_penalty", "n_predict": "max_tokens", "
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 GUIDED |= {"json_schema": "json", "grammar": "grammar", "format": "json"}
 ANY = object()  # every value is without effect
-# They describe the request, or where and when it runs. With --strict, only OPENAI are ignored
+# OPENAI and IGNORED describe the request, or where and when it runs. With --strict, only OPENAI are ignored
 OPENAI = (
     "user safety_identifier store metadata service_tier verbosity reasoning_effort prompt_cache_retention prediction"
     " reasoning max_tool_calls prompt_cache_options"
@@ -40,10 +40,10 @@ WITHOUT_EFFECT |= {"skip_special_tokens": True, "include_reasoning": True, "pars
 WITHOUT_EFFECT |= {"modalities": ["text"], "reasoning_format": "auto", "format": ""}
 for names, value in ((OPENAI, ANY), (IGNORED, ANY), (ZERO, 0), (FALSE, False), (EMPTY, [])):
     WITHOUT_EFFECT |= dict.fromkeys(names.split(), value)
-# What limits a penalty matters only with one: name -> its value without effect
+# field -> the value that switches the penalty off. If all penalties are off, OF_PENALTIES have no effect
 PENALTIES = {"repeat_penalty": 1, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
 OF_PENALTIES = ("repeat_last_n", "penalize_nl")
-# The order of llama.cpp's filters by default, and their letters. The others that it lists are off (WITHOUT_EFFECT)
+# llama.cpp's letter of a filter -> our name, in its default order. Its other filters are always off (WITHOUT_EFFECT)
 FILTERS = {"k": "top_k", "p": "top_p", "m": "min_p", "t": "temperature"}
 EXCLUDED = -1000.0  # llama.cpp's `false` as the bias of a token
 INSTEAD = {
@@ -69,11 +69,11 @@ INSTEAD = {
 
 
 def standard(body: Mapping[str, Any], strict: bool = False) -> tuple[dict[str, Any], list[str]]:
-    """A body with this server's fields only, and the names of those that were left out.
+    """The body with fields of other servers translated, and the names of the fields that were left out.
 
     strict  accept only fields of OpenAI's API and of this server
 
-    Raises UsageError if two fields with one meaning differ. Fields that are neither here nor there stay in the body.
+    Unknown fields stay in the body. Raises UsageError if two fields with the same meaning differ.
     """
     body = _without_nulls(body)
     if isinstance(text := body.get("text"), dict):  # of /v1/responses

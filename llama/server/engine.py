@@ -36,7 +36,7 @@ def failure(what: str, error: BaseException) -> LlamaError:
 class Inbox:
     """Passes values from the engine's thread to the event loop that created it, until the request times out."""
 
-    cancel: Callable[[], object]  # ends what is computed for it; may be called at any time
+    cancel: Callable[[], object]  # ends the computation of its values; may be called at any time
 
     def __init__(self, engine: Engine):
         self.engine, self.loop, self.arrived = engine, asyncio.get_running_loop(), asyncio.Queue[Any]()
@@ -94,7 +94,7 @@ class Engine:
         self.llm, self.limits, self.closed = llm, limits, False
         self.waiting: dict[Job, Listener] = {}
         self.running: dict[Job, Listener] = {}
-        self.reading = set[Listener]()  # of the requests whose prompt is being read: their last job has no piece yet
+        self.reading = set[Listener]()  # listeners of requests whose prompt is being read: no piece since the last job
         self.looks = deque[Look]()
         self.tokens = Counter[str]()  # of all answers that have ended
         self.since = time.monotonic()  # when looks ran last, or the batch began to run
@@ -103,7 +103,7 @@ class Engine:
         self.thread.start()
 
     def submit(self, jobs: Sequence[Job], listener: Listener) -> None:
-        """Queue the jobs of a request. Raises queue.Full, and queues none, if they do not fit."""
+        """Queue the jobs of a request. If not all of them fit, queues none and raises queue.Full."""
         with self.changed:
             if len(jobs) > self.limits.waiting - len(self.waiting):
                 raise Full("the server is busy: its queue is full; try again later")
@@ -135,10 +135,11 @@ class Engine:
         self.thread.join()
 
     def get(self, block: bool) -> Job | None:
-        """The next job, for the batch: of the request with the fewest answers in progress, so each gets a fair share.
+        """The next job for the batch, or None if the engine is closed.
 
-        While the prompt of a request is being read, its other jobs wait here, so that they take no slot. Without a
-        job it runs looks until one comes if `block` is set, else it raises queue.Empty. None: the engine is closed.
+        The request with the fewest answers in progress is next, so that each gets a fair share. While the prompt of a
+        request is being read, its other jobs wait here, so that they take no slot. If no job is ready, runs looks
+        until one is (with `block`) or raises queue.Empty.
         """
         while True:
             with self.changed:
@@ -158,7 +159,7 @@ class Engine:
             self._run_looks()
 
     def _run_looks(self) -> None:
-        """Run looks, at least one step, for half as long as the batch ran since the last call."""
+        """Run looks for half as long as the batch ran since the last call, but at least one step."""
         now = time.monotonic()
         end = now + (now - self.since) / 2
         while self.looks:

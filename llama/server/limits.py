@@ -16,13 +16,13 @@ class Limits:
     bodies     total size of requests not yet parsed
     head       size of a request's head, and of further requests that a client sends before it has the response
     receive    time until a request has arrived completely
-    tokens     new tokens of a chat answer whose request has no max_tokens; -1: as many as the context has room for
+    tokens     new tokens of a chat answer if the request has no max_tokens; -1: until the context is full
     seconds    time from the arrival of a request to the end of its answer
     pause      time between the comments in a stream, since proxies close silent connections
     parsed     bodies parsed at once, of the 5 or more threads of asyncio.to_thread
     compiled   bodies with a schema parsed at once
-    backlog    connections that wait in the operating system; the server accepts all of them at once
-    files      open files, as far as the system allows
+    backlog    connections that wait in the operating system until the server accepts them, all at once
+    files      open files; fewer if the system's limit is lower
     """
 
     slots: int = 16

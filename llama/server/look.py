@@ -1,8 +1,8 @@
-"""Looks into an answer: its tokens with their alternatives, and what the model computes before one of them.
+"""Looks: they show the tokens of an answer with their alternatives, and what the model computes before a token.
 
-A look is a generator, and each of its steps is one pass of at most 256 tokens. The engine's thread runs the steps
-between those of the batch (engine.py). Hooks change the model for every thread, so a step enters and leaves them before
-it yields; other answers never see them. Looks have their own caches and random generators.
+A look is a generator, and each of its steps is one pass of at most 256 tokens. The engine's thread runs these steps
+between the steps of the batch (engine.py). Hooks change the model for every thread, so a step adds its hooks and
+removes them before it yields; other answers never see them. Looks have their own caches and random generators.
 
 Letters: S keys, H heads, D head_dim, C model dim, L layers, V vocabulary.
 """
@@ -48,12 +48,12 @@ from .requests import LONGEST_GRID, LONGEST_LOOK, LONGEST_PAGE, Heads
 from .spelling import Spelling
 
 T = TypeVar("T")
-Put = Mapping[str, Function]  # a change of the model, as of hooks.patch
-SHOWN_HEADS, SHOWN_ROWS, SHOWN_WORDS = 8, 3, 5  # best heads, tokens in a row of a lens, words of its curves
+Put = Mapping[str, Function]  # a change of the model, in the form of hooks.patch
+SHOWN_HEADS, SHOWN_ROWS, SHOWN_WORDS = 8, 3, 5  # best heads, best tokens of a lens at a layer, words with a curve
 SHOWN_TOP = 10  # alternatives for each token
-LARGEST_FILE = 2**29  # bytes of activations
-# TransformerLens' names of our tensors. What it has at other hooks differs: q and k are those before Qwen3's norms, and
-# the results of norms those before the norm's weight.
+LARGEST_FILE = 2**29  # limit of the bytes of activations in a response
+# TransformerLens' names of our tensors. Its other hooks hold other values than ours: its q and k are taken before
+# Qwen3's norms, and its results of norms before the multiplication by the norm's weight.
 HOOKS = {name: f"hook_{name}" for name in ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")}
 HOOKS |= {name: f"attn.hook_{name}" for name in ("v", "rot_q", "rot_k", "pattern", "z")} | {
     "mlp_hidden": "mlp.hook_post"
@@ -70,10 +70,10 @@ class Cached:
 
 
 class Looks:
-    """The looks into one model.
+    """The looks at one model.
 
-    Answers are drawn from the model as it is served; what happens inside is computed in float32, if there is memory for
-    a copy. Each of the two models has a cache for it as it is, and one for it with heads switched off.
+    Answers are drawn from the model as it is served; the inside is computed with a copy in float32, if memory allows a
+    copy. Each of these two models has one cache with all heads on, and one with some heads switched off.
     """
 
     def __init__(self, llm: Llama, name: str, lens: JacobianLens | None = None):
@@ -81,7 +81,7 @@ class Looks:
         self.n_vocab = llm.tokenizer.n_vocab
         self.token = Spelling(llm.tokenizer).entry
         self.longest = min(LONGEST_LOOK, llm.model.max_seq_len)
-        self.cached: dict[tuple[bool, bool], Cached] = {}  # by: heads are off, exact
+        self.cached: dict[tuple[bool, bool], Cached] = {}  # (some heads are off, the float32 copy) -> its cache
         self.copied = rounding(llm.model) > 0 and can_copy(llm.model)
         if (watch := getattr(llm.model.runner, "watch", None)) is not None:
             watch.logged = True  # a user of the page can't act on this warning; the page shows the difference itself
@@ -89,7 +89,7 @@ class Looks:
     @cached_property
     @torch.inference_mode()
     def exact(self) -> Transformer:
-        """The model that looks inside compute with. It is copied for the first of them, which takes about a second."""
+        """The model that computes the inside. The first use copies the weights, which takes about a second."""
         return float32_copy(self.model) if self.copied else self.model
 
     def meta(self) -> dict[str, Any]:
@@ -130,9 +130,10 @@ class Looks:
     def _feed(
         self, ids: list[int], off: Heads, last: int = 0, model: Transformer | None = None, put: Put | None = None
     ) -> Generator[dict[str, Any], None, tuple[Cached, Any]]:
-        """Feed ids, without the last ones, into the cache; it keeps what it holds of them. `put` gets its own cache.
+        """Feed all ids except the last `last` into the cache; those that it already holds are skipped.
 
-        Yields how far it is after each chunk. Returns the cache and the hidden state (1, C) of the last id fed, if any.
+        With `put`, the cache is a new one. Yields how many ids are in the cache after each chunk. Returns the cache
+        and the hidden state (1, C) of the last id fed, if any was fed.
         """
         model = model or self.model
         key = bool(off), model is not self.model
@@ -163,12 +164,13 @@ class Looks:
         own: Sequence[int] = (),
         patch: Mapping[str, Any] | None = None,
     ) -> Steps:
-        """The events of an answer that begins with ids: the prompt, how far it is read, each new token, the end.
+        """Yield the events of an answer: the prompt, the progress of reading the prompt, each new token, the end.
 
-        off    heads that are switched off
-        top    alternatives for each token
-        own    ids to take instead of drawn ones
-        patch  other, layer, position: a vector of another text to put into this one, see `_from_other`
+        answer  ids with which the answer begins
+        off     heads that are switched off
+        top     number of alternatives for each token
+        own     the first ids after `answer`, in place of drawn ones
+        patch   the arguments other, layer and position of `_from_other`, which puts a vector of another text into this
         """
         model, tokenizer, start = self.model, self.llm.tokenizer, len(job.ids)
         params, constraint, ids = job.params, job.constraint, [*job.ids, *answer]
@@ -212,7 +214,7 @@ class Looks:
     def _from_other(
         self, off: Heads, other: list[int], layer: int, position: int
     ) -> Generator[dict[str, Any], None, Put]:
-        """The change that puts the residual stream of another text, before a layer at a token, into this text."""
+        """A change that copies the residual stream of another text into this text, before a layer, at one position."""
         kept, _ = yield from self._feed(other[: position + 1], off, last=1)
         name, last = f"resid_pre.{layer}", torch.tensor([[other[position]]], device=kept.cache.device)  # (1, 1)
         with torch.inference_mode(), self._switched(off), activations(self.model, name) as seen:
@@ -224,9 +226,11 @@ class Looks:
     def _drawn(self, id: int, report: dict[str, Tensor], top: int, greedy: bool) -> dict[str, Any]:
         """A drawn token and its most probable alternatives.
 
-        p is the model's probability, q that of the distribution which was drawn from; `cut` is the first stage that
-        excluded a token, `left` counts the tokens after each stage, and `warm` is the largest probability after the
-        temperature, from which the filters start.
+        p     the probability of a token according to the model
+        q     its probability in the distribution from which the token was drawn
+        cut   the first stage that excluded the token; such a token has no q
+        left  stage -> number of tokens left after it
+        warm  the largest probability after the temperature, from which the filters start
         """
         if greedy:
             last = [*report.values()][-1]
@@ -256,8 +260,10 @@ class Looks:
     ) -> Steps:
         """What the model computes at the last of `ids`: the lens, direct effects, the best heads, one head in detail.
 
-        token    effects are on its logit (default: that of the most probable one), minus that of `against`
-        head     the one shown in detail (default: the best); key: one of its keys
+        token    effects are on the logit of this token (default: the most probable one)
+        against  if given, effects are on the logit of `token` minus the logit of `against`
+        head     the head shown in detail (default: the best)
+        key      the position whose key is shown (default: the largest weight of this head after the first token)
         """
         model = self.exact
         kept, _ = yield from self._feed(ids, off, last=1, model=model)
@@ -279,7 +285,7 @@ class Looks:
         strongest, size = [], heads.flatten().abs()
         favoured = -heads if against is not None and difference < 0 else heads  # (L, H) for the more probable token
         if favoured.max() > 0:
-            size[favoured.argmax()] = torch.inf  # the head that adds most to it is the first
+            size[favoured.argmax()] = torch.inf  # list the head that adds most to this token first
         listed = size.topk(min(SHOWN_HEADS, heads.numel())).indices.tolist()
         if head is not None and (at := head[0] * heads.shape[1] + head[1]) not in listed:
             listed.append(at)
@@ -291,7 +297,7 @@ class Looks:
             best["sources"] = [
                 [at, float(own[at])] for at in own.abs().topk(min(SHOWN_ROWS, len(own))).indices.tolist()
             ]
-            strongest.append({**best, "position": int(position), "weight": _short(weight)})  # where it looked most
+            strongest.append({**best, "position": int(position), "weight": _short(weight)})  # its largest weight
         p, (layer, number) = _short(float(logits.softmax(-1)[token])), head or strongest[0]["head"]
         found = {"token": self.token(token), "p": p, "difference": float(difference)}
         shown = {**dict.fromkeys(logits.topk(SHOWN_TOP).indices.tolist()), token: None}  # in order, each once
@@ -309,7 +315,7 @@ class Looks:
         yield found
 
     def _lens(self, logits: Tensor, token: int, words: list[int]) -> list[dict[str, Any]]:
-        """For each row of a lens (N, V): its best tokens, p and rank of a token, and the ranks of the words."""
+        """For each row of a lens (N, V): the best tokens, the probability and rank of `token`, the ranks of `words`."""
         p = logits.softmax(-1)  # (N, V)
         best, (rank, *ranks) = p.topk(SHOWN_ROWS), ((logits > logits[:, [id]]).sum(-1) + 1 for id in (token, *words))
         found = []
@@ -322,9 +328,10 @@ class Looks:
     def _head(
         self, layer: int, head: int, key: int | None, seen: trace.Recording, weights: list[Tensor], kept: Cached
     ) -> dict[str, Any]:
-        """One head at the last token: its weights (S,) and scores (S,), and the rotated q and k of one key.
+        """One head at the last token: the weights (S,) and scores (S,), the rotated query q, and the rotated key k.
 
-        At distance d, their score is the sum over pairs of Re(q_i conj(k_i) e^(i (d - distance) w_i)) / sqrt(D).
+        If q and k were d apart, their score would be the sum over pairs j of
+        Re(q_j conj(k_j) e^(i (d - distance) w_j)) / sqrt(D), where `distance` is the real one.
         """
         row, S = weights[layer][head], weights[layer].shape[-1]
         q = seen.rows("rot_q")[layer][-1, head].float()  # (D,)
@@ -340,7 +347,10 @@ class Looks:
         return {"head": [layer, head], "key": key, **found}
 
     def sources(self, ids: list[int], token: int, against: int, off: Heads = ()) -> Steps:
-        """`without`: for each of `ids`, the difference of two logits if the last token reads nothing from it."""
+        """Yield the progress, then the lead of `token` over `against` for each of `ids` that the last token can't read.
+
+        The lead is the difference of their logits. Each value is computed with one of the ids unread.
+        """
         kept, _ = yield from self._feed(ids, off, last=1, model=self.exact)
         passes = without_sources(self.exact, ids, kept.cache, range(len(ids)), token, against)
         found: list[float] = []
@@ -351,7 +361,7 @@ class Looks:
         yield {"without": [_short(x) for x in found]}
 
     def grid(self, ids: list[int], off: Heads = (), **options: Any) -> Steps:
-        """How far the ablation grid is, then the grid; options as of `ablation_steps`."""
+        """Yield the progress of the ablation grid, then the grid. The options are those of `ablation_steps`."""
         grid = yield from self._progress(ablation_steps(self.exact, ids, **options), off)
         yield {name: x.tolist() if isinstance(x, Tensor) else x for name, x in dataclasses.asdict(grid).items()}
 
@@ -373,14 +383,17 @@ class Looks:
         token: int | None = None,
         against: int | None = None,
     ) -> Steps:
-        """How far the patching grid is, then the grid; token: the answer to `ids`, against: that to `other`."""
+        """Yield the progress of the patching grid, then the grid.
+
+        `token` is the answer to `ids`, `against` the answer to `other`.
+        """
         grid = yield from self._progress(patching_steps(self.exact, other, ids, (against, token)), off)
         words = {name: [*map(self.token, getattr(grid, name))] for name in ("source", "target", "answers")}
         yield {**words, "differences": grid.differences, "layers": grid.layers, "restored": grid.restored.tolist()}
 
     @torch.inference_mode()
     def page(self, ids: list[int]) -> Steps:
-        """A function that returns the page of `clearllama trace` on a text. It needs no hooks, only seconds."""
+        """Yield a function that renders the page of `clearllama trace` for a text; it takes seconds and no hooks."""
         with trace.recording(self.exact) as seen:
             logits = self.exact(torch.tensor([ids], device=self.exact.norm.weight.device))[0]  # (T, V)
         self._check(float(extreme(logits[-1])), ids)
@@ -395,11 +408,11 @@ class Looks:
 
     @torch.inference_mode()
     def activations(self, ids: list[int]) -> Steps:
-        """A function that returns the tensors of a text as .npz, with TransformerLens' names and its order of pairs."""
+        """Yield a function that returns the tensors of a text as .npz, with TransformerLens' names and pair order."""
         c, T = self.model.config, len(ids)
         each = 5 * c.dim + 2 * (c.n_heads + c.n_kv_heads) * c.head_dim + c.n_heads * T + c.hidden_dim
         if (size := 4 * T * (c.dim + c.n_layers * each)) > LARGEST_FILE:
-            most = f"at most {LARGEST_FILE >> 20} MiB are sent"
+            most = f"the limit is {LARGEST_FILE >> 20} MiB"
             raise UsageError(f"the activations of {T} tokens have {size >> 20:,} MiB; {most}: send fewer tokens")
         names = {f"{own}.{i}": f"blocks.{i}.{hook}" for i in range(c.n_layers) for own, hook in HOOKS.items()}
         with activations(self.exact, names := {"embed": "hook_embed", **names}) as seen:

@@ -11,7 +11,7 @@ from .api import Api, Choice, Reply
 from .engine import COUNTED
 from .requests import parse_chat, parse_text
 
-LOWEST = -9999.0  # for a log-probability of minus infinity, which JSON lacks; the value of OpenAI's API
+LOWEST = -9999.0  # as in OpenAI's API, it stands for minus infinity, which JSON can't represent
 
 
 class OpenAI(Api):
@@ -113,7 +113,7 @@ class Chat(OpenAI):
 
 def _call(call: dict[str, Any], stream: bool) -> dict[str, Any]:
     function = {key: call[key] for key in ("name", "arguments") if key in call}
-    head = {"id": call["id"], "type": "function"} if "id" in call else {}  # it comes with the first part
+    head = {"id": call["id"], "type": "function"} if "id" in call else {}  # only the first part of a call has an id
     return {**({"index": call["number"]} if stream else {}), **head, "function": function}
 
 

@@ -1,7 +1,7 @@
-"""Parse the bodies of requests: from JSON as in OpenAI's API to prompts and their options.
+"""Parse the bodies of requests: turn JSON as in OpenAI's API into prompts and their options.
 
-Every field and value is checked. One that is not supported is an error that names it. The fields of other servers are
-translated before (dialects.py).
+Every field and value is checked. An unsupported field or value raises an error that names it. dialects.py translates
+the fields of other servers before.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from .spelling import Spelling
 
 DEFAULT_TOKENS = 16  # of /v1/completions, as in OpenAI's API
 MOST_ANSWERS, MOST_LOGPROBS, MOST_TOOLS = 128, 20, 128
-MOST_PROMPTS = 1024  # times n
-DEEPEST = 100  # levels of a body; the functions that traverse it are recursive
-COMBINES = {"anyOf", "oneOf", "$ref", "if", "dependentSchemas"}  # keywords of JSON Schema with other schemas
-LONGEST_LOOK, LONGEST_GRID, LONGEST_PAGE = 4096, 512, 256  # tokens; a trace keeps all weights of all tokens
+MOST_PROMPTS = 1024  # limit of the number of prompts times n
+DEEPEST = 100  # levels of nesting in a body; the functions that traverse a body are recursive
+COMBINES = {"anyOf", "oneOf", "$ref", "if", "dependentSchemas"}  # keywords that add other schemas to a JSON schema
+LONGEST_LOOK, LONGEST_GRID, LONGEST_PAGE = 4096, 512, 256  # tokens; a page holds all attention weights of all tokens
 
 
 def tool_name(name: Any, where: str) -> Any:
-    """The name of a function, as a kind."""
+    """Check the name of a function; a kind (system/documents.py)."""
     if not re.fullmatch(pattern := "[a-zA-Z0-9_.-]{1,64}", checked(name, str, where)):
         raise UsageError(f"{where} must match {pattern}, got {shown(name)}")
     return name
 
 
 def closed(schema: Any) -> Any:
-    """A schema whose objects have only the keys in `properties`, if it does not say otherwise, as in other servers.
+    """A schema whose objects have only the keys in `properties`, unless the schema says otherwise, as in other servers.
 
     Without this, small models add keys without end. A schema that combines properties with other schemas is unchanged,
-    since the keys of one of them would be excluded by the other. So is an object that requires a key not listed.
+    since each schema would exclude the keys of the others. An object that requires an unlisted key is unchanged, too.
     """
     nodes = [*_nodes(schema := copy.deepcopy(schema))]
     if not any("allOf" in node or ("properties" in node and node.keys() & COMBINES) for node in nodes):
@@ -61,7 +61,7 @@ def closed(schema: Any) -> Any:
 
 
 def _nodes(value: Any) -> Iterator[dict[str, Any]]:
-    """The objects in a schema that are not values."""
+    """The objects in a schema, except those in values such as those of `enum`."""
     inner = value if isinstance(value, list) else []
     if isinstance(value, dict):
         yield value
@@ -71,7 +71,7 @@ def _nodes(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def response_format(value: Any, where: str) -> dict[str, Any]:
-    """The option that a format of the answer asks for, as a kind; none for plain text."""
+    """Translate a format of the answer to an option, no option for plain text; a kind (system/documents.py)."""
     match form := {"type": "text", **checked(value, FORMAT, where)}:
         case {"type": "text"}:
             return {}
@@ -86,7 +86,7 @@ def response_format(value: Any, where: str) -> dict[str, Any]:
 
 
 def structured_outputs(value: Any, where: str) -> dict[str, Any]:
-    """The option that vLLM's structured_outputs ask for, as a kind."""
+    """Translate vLLM's structured_outputs to an option; a kind (system/documents.py)."""
     outputs = checked(value, OUTPUTS, where)
     asked = {name: found for name, found in outputs.items() if (name, found) != ("json_object", False)}
     match asked:
@@ -104,7 +104,7 @@ def structured_outputs(value: Any, where: str) -> dict[str, Any]:
     raise UsageError(f"{where} must have one of json, regex, choice, grammar, json_object, got {shown(outputs)}")
 
 
-# The kinds of the fields (system/documents.py). `object`: checked where it is used.
+# The kinds of the fields (system/documents.py). A field of the kind `object` is checked where it is used.
 TOKENS, TOP = (-1, 2**31), (0, MOST_LOGPROBS)
 GENERATION = {"model": object, "max_tokens": TOKENS, "seed": (-LARGEST_SEED, LARGEST_SEED), "logit_bias": by_id}
 GENERATION |= dict.fromkeys(option_names("number"), object)
@@ -138,10 +138,10 @@ Heads = tuple[tuple[int, int], ...]  # (layer, head); head n_heads is the MLP la
 class AnswerRequest:
     """A checked request.
 
-    jobs     one for each answer: prompt i // n, answer i % n
-    top      alternatives for each token in the response
-    echoed   the texts of the prompts, if they are part of the response
-    tools    the names of the functions, since each answer has a parser of its own
+    jobs     one for each answer: job i is answer i % n to prompt i // n
+    top      number of alternatives for each token in the response
+    echoed   the texts of the prompts, if the response repeats them
+    tools    the names of the functions; each answer makes its own parser of calls from them
     """
 
     n: int
@@ -153,13 +153,13 @@ class AnswerRequest:
     echoed: list[str] = field(default_factory=list)
     tools: list[dict[str, Any]] = field(default_factory=list)
     several_calls: bool = True
-    unlimited: bool = False  # without max_tokens
-    owner: object = field(default_factory=object)  # prompt_cache_key or, without one, the request alone
+    unlimited: bool = False  # whether the request has no max_tokens
+    owner: object = field(default_factory=object)  # prompt_cache_key; without one, an object of this request alone
     repeated: dict[str, Any] = field(default_factory=dict)  # fields that the response repeats
 
 
 class UnknownModel(UsageError):
-    """The request is for another model."""
+    """The request names a model that this server does not have."""
 
 
 def parse_body(raw: bytes, where: str = "the body") -> dict[str, Any]:
@@ -180,7 +180,7 @@ def parse_chat(body: Mapping[str, Any], llm: Llama, model: str) -> AnswerRequest
 
 
 def chat_request(fields: dict[str, Any], llm: Llama, limit: str) -> AnswerRequest:
-    """The request of checked fields (CHAT_FIELDS); `limit` is another name of max_tokens. Raises a LlamaError."""
+    """Make a request from checked fields (CHAT_FIELDS); `limit` is another name of max_tokens. Raises a LlamaError."""
     if limit in fields and fields.setdefault("max_tokens", fields[limit]) != fields[limit]:
         raise UsageError(f"max_tokens and {limit} differ: give one of them")
     options, call = _shared(fields, llm)
@@ -189,7 +189,7 @@ def chat_request(fields: dict[str, Any], llm: Llama, limit: str) -> AnswerReques
     checks.integer("the number of tools", len(fields.get("tools", [])), 0, MOST_TOOLS)
     tools = [] if choice == "none" else fields.get("tools", [])
     call.tools = [{"name": tool["function"]["name"]} for tool in tools]
-    limits = [*map(closed, tools)]  # of the answer; the template writes the tools as they are
+    limits = [*map(closed, tools)]  # these constrain the answer; the template writes the tools as they are
     if forced := forced_call(choice, limits):
         if options.keys() & {*option_names("grammar")}:
             raise UsageError("a tool_choice that requires a call can't be combined with a constraint: give one of them")
@@ -219,7 +219,7 @@ def _prepared(call: AnswerRequest, options: Mapping[str, Any], prompts: list[lis
 
 # ------------------------------------------------------------------------------------------------------------- tokens
 def tokenize(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, Any]:
-    """The ids of a text: the response of /tokenize. Raises a LlamaError."""
+    """The response of /tokenize: the ids of a text. Raises a LlamaError."""
     body = fields_of(body, TOKENIZE_FIELDS, model)
     _check_size(len(text := body["content"]), llm, "characters", LONGEST_TOKEN)
     encode = llm.tokenizer.encode_prompt if body.get("add_special") else llm.tokenizer.encode
@@ -230,13 +230,13 @@ def tokenize(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, Any]:
 
 
 def detokenize(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, Any]:
-    """The text of ids, with the names of control tokens: the response of /detokenize. Raises a LlamaError."""
+    """The response of /detokenize: the text of ids, with the names of control tokens. Raises a LlamaError."""
     ids = fields_of(body, {"model": object, "tokens": Required(list)}, model)["tokens"]
     return {"content": _with_names(_ids(llm, ids, "tokens"), llm) if ids else ""}
 
 
 def apply_template(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, Any]:
-    """The prompt that a body of /v1/chat/completions becomes: the response of /apply-template. Raises a LlamaError."""
+    """The response of /apply-template: the prompt of a body of /v1/chat/completions. Raises a LlamaError."""
     return {"prompt": _with_names(parse_chat(body, llm, model).jobs[0].ids, llm)}
 
 
@@ -247,7 +247,7 @@ def _with_names(ids: Sequence[int], llm: Llama) -> str:
 
 # --------------------------------------------------------------------------------------------------------------- looks
 def parse_answer(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, Any]:
-    """The arguments of `Looks.answer` from a body of /look/answer: messages, text, ids, or ids and text."""
+    """The arguments of `Looks.answer`, from a body of /look/answer with messages, text, ids, or ids and text."""
     kind: Any = partial(_ids, llm)
     more = {"ids": kind, "answer": kind, "own": partial(_joined, llm), "off": partial(_heads, llm)}
     more["patch"] = {"other": Required(kind), "layer": Required((0, llm.model.config.n_layers - 1))}
@@ -264,13 +264,13 @@ def parse_answer(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, A
         case ["prompt", "ids"]:
             ids = fields["ids"] + _joined(llm, fields["prompt"], "prompt")
         case _:
-            raise UsageError("expected one of messages, prompt and ids, or prompt after ids")
+            raise UsageError("expected one of messages, prompt and ids; or ids with a prompt that continues them")
     found: dict[str, Any] = {name: fields[name] for name in ("answer", "own", "off", "top", "patch") if name in fields}
     begun = [*ids, *found.get("answer", [])]
     _check_look([*begun, *found.get("own", [])], min(LONGEST_LOOK, llm.model.max_seq_len) - 1)
     if patch := found.get("patch"):
         if (length := len(patch["other"])) > len(begun):
-            raise UsageError(f"patch.other must have at most as many tokens as the text, got {length} and {len(begun)}")
+            raise UsageError(f"patch.other has {length} tokens; expected at most {len(begun)}, the length of the text")
         checks.integer("patch.position", patch["position"], 0, length - 1)
     thoughts = Thoughts() if "prompt" in fields else llm.thoughts(ids)
     (found["job"],) = llm.prepare(ids, options | {"continues": False, "thoughts": thoughts})
@@ -278,7 +278,7 @@ def parse_answer(body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, A
 
 
 def parse_look(look: str, body: Mapping[str, Any], llm: Llama, model: str) -> dict[str, Any]:
-    """The arguments of a method of `Looks` from a body of /look/NAME: ids, and what to show of them."""
+    """The arguments of the method of `Looks` for a body of /look/NAME: the ids of a text, and what to show of it."""
     most = {"inside": LONGEST_LOOK, "page": LONGEST_PAGE, "activations": LONGEST_PAGE}.get(look, LONGEST_GRID)
     id: Any = (0, llm.tokenizer.n_vocab - 1)
 
@@ -306,7 +306,7 @@ def _check_look(ids: list[int], most: int) -> list[int]:
 
 
 def _heads(llm: Llama, heads: Any, where: str, mlp: bool = True) -> Heads:
-    """Pairs [layer, head], in order. With `mlp`, the number after the last head is the MLP of the layer."""
+    """Check and sort pairs [layer, head]. With `mlp`, the number after the last head stands for the layer's MLP."""
     config, found = llm.model.config, set[tuple[int, int]]()
     for head in checked(heads, list, where):
         if not isinstance(head, list) or len(head) != 2:
@@ -318,7 +318,7 @@ def _heads(llm: Llama, heads: Any, where: str, mlp: bool = True) -> Heads:
 
 # ------------------------------------------------------------------------------------------------------------- fields
 def fields_of(body: Mapping[str, Any], known: Mapping[str, Any], model: str) -> dict[str, Any]:
-    """The fields of a body, each of its kind (`checked`). Raises UsageError, also for those that are not known."""
+    """Check that each field of a body is known and of its kind (`checked`). Raises UsageError otherwise."""
     for name in body:
         if name not in known:
             raise unknown(name, known)
@@ -334,7 +334,7 @@ def check_model(name: object, model: str) -> None:
 
 
 def _shared(fields: Mapping[str, Any], llm: Llama) -> tuple[dict[str, Any], AnswerRequest]:
-    """The options of `Llama.prepare` that several endpoints have, and an AnswerRequest with the shared fields."""
+    """The options of `Llama.prepare` that several endpoints accept, and an AnswerRequest with the shared fields."""
     options = {name: fields[name] for name in (*option_names("number", "end"), "logit_bias") if name in fields}
     if not llm.sampling:
         options.setdefault("temperature", 1.0)  # the default of OpenAI's API
@@ -361,7 +361,7 @@ def _shared(fields: Mapping[str, Any], llm: Llama) -> tuple[dict[str, Any], Answ
 def _check_size(count: int, llm: Llama, unit: str = "tokens", most: int = 1) -> None:
     """Raise ContextLengthError if a prompt has too many tokens, or too many characters to be worth encoding.
 
-    most  the number of units in a token
+    most  the largest number of units in a token
     """
     if count >= most * (context := llm.model.max_seq_len):
         raise ContextLengthError(
@@ -371,7 +371,7 @@ def _check_size(count: int, llm: Llama, unit: str = "tokens", most: int = 1) -> 
 
 
 def _ids(llm: Llama, ids: Any, where: str, kinds: str = "") -> list[int]:
-    """Ids, as a kind (after `llm`)."""
+    """Check a list of ids; with `llm` bound, a kind (system/documents.py)."""
     if not isinstance(ids, list) or not ids:
         raise UsageError(f"{where} must be {kinds}a list of token ids, got {shown(ids)}")
     _check_size(len(ids), llm)
@@ -379,13 +379,13 @@ def _ids(llm: Llama, ids: Any, where: str, kinds: str = "") -> list[int]:
 
 
 def _joined(llm: Llama, text: Any, where: str) -> list[int]:
-    """The ids of a text that goes on from other ids, as a kind."""
+    """The ids of a text that continues other ids; with `llm` bound, a kind (system/documents.py)."""
     _check_size(len(checked(text, str, where)), llm, "characters", LONGEST_TOKEN)
     return llm.tokenizer.encode_joined(text)
 
 
 def _prompts(prompt: Any, suffix: str | None, n: int, llm: Llama) -> list[list[int]]:
-    """The ids of `prompt`: a text, ids, or a list of either."""
+    """The ids of each prompt; `prompt` is a text, a list of ids, or a list of such prompts."""
     several = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
     checks.integer("the number of prompts times n", len(prompt) * n if several else n, 1, MOST_PROMPTS)
     ids = []
@@ -405,12 +405,12 @@ def _prompts(prompt: Any, suffix: str | None, n: int, llm: Llama) -> list[list[i
 def _conversation(
     body: Mapping[str, Any], tools: list[dict[str, Any]], llm: Llama, forced: bool = False
 ) -> tuple[dict[str, Any], list[int]]:
-    """The options of the answer that depend on the messages, and their ids."""
+    """The options of the answer that depend on the messages, and the ids of the messages."""
     messages = [_message(message, f"messages[{i}]") for i, message in enumerate(body.get("messages", []))]
-    ends = continues_answer(messages)  # with an assistant's message, which the answer continues
+    ends = continues_answer(messages)  # whether they end with an assistant's message, which the answer continues
     if (ends, not ends) != (body.get("continue_final_message", ends), body.get("add_generation_prompt", not ends)):
         raise UsageError(
-            "an answer continues the last message if this is the assistant's, and only then: leave out"
+            "an answer continues the last message if and only if the assistant wrote that message: leave out"
             " continue_final_message and add_generation_prompt"
         )
     more = body.get("chat_template_kwargs", {})

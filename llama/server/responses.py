@@ -1,4 +1,4 @@
-"""The shape of OpenAI's Responses API: /v1/responses. A body is translated to one of /v1/chat/completions."""
+"""The shape of OpenAI's Responses API, /v1/responses. A body is translated to the fields of /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ITEMS: dict[str, dict[str, Any]] = {
     "function_call": {"parsed_arguments": object, "call_id": Required(str), **CALLED},
     "function_call_output": {"call_id": Required(str), "output": Required(str | list)},
 }
-# type of an item in a response -> prefix of its id; name of its events, and of its part; fields of both
+# type of an item in a response -> prefix of its id, name of its events and its part, fields of the item, of the part
 FORMS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "reasoning": ("rs", "reasoning_text", {"summary": []}, {}),
     "message": ("msg", "output_text", {"role": "assistant"}, {"annotations": [], "logprobs": []}),
@@ -60,7 +60,7 @@ def parse_response(body: Mapping[str, Any], llm: Llama, model: str) -> AnswerReq
 
 
 def _nested(function: Mapping[str, Any]) -> dict[str, Any]:
-    """A function of the chat endpoint, which has all fields except the type one level deeper."""
+    """A function as the chat endpoint has it: all fields except the type are one level deeper."""
     return {"type": "function", "function": {name: value for name, value in function.items() if name != "type"}}
 
 
@@ -96,7 +96,7 @@ def _messages(items: list[Any]) -> list[dict[str, Any]]:
 
 
 def _text(content: str | list[Any], where: str) -> str:
-    """The text of some content, or of its parts."""
+    """The text of `content`, with its parts joined if it is a list."""
     if isinstance(content, str):
         return content
     for i, part in enumerate(content):
@@ -107,18 +107,18 @@ def _text(content: str | list[Any], where: str) -> str:
 
 
 class Output:
-    """The items of a response, which grow with the answer, and the events that tell a client how."""
+    """The items of a response, which grow with the answer, and the events that report this growth to a client."""
 
     def __init__(self, id: str):
         self.id, self.items, self.numbers = id, list[dict[str, Any]](), count()
-        # type -> the fields that name the place of the text of the item of this type that grows, and what has the text
+        # type -> for the item of this type that still grows: the fields that name its place, and the dict with its text
         self.open: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
 
     def event(self, kind: str, **fields: Any) -> dict[str, Any]:
         return {"type": f"response.{kind}", "sequence_number": next(self.numbers), **fields}
 
     def add(self, choice: Choice) -> Iterator[dict[str, Any]]:
-        """Add what is new in the answer. All its text is in one item, since calls may be between parts of it."""
+        """Add what is new in the answer. All text of the answer is in one item, even if calls are between its parts."""
         if choice.reasoning:
             yield from self._write("reasoning", choice.reasoning)
         for call in choice.calls:

@@ -14,14 +14,14 @@ class Spelling:
         self.tokenizer, self.raw = tokenizer, tokenizer.token_bytes
 
     def text(self, id: int) -> str:
-        """As in OpenAI's API, with "bytes:\\xe2" for bytes."""
+        """The text of a token as OpenAI's API writes it, with "bytes:\\xe2" for bytes that are not UTF-8."""
         try:
             return self.tokenizer.name(id) or self.raw(id).decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.raw(id))
 
     def entry(self, id: int) -> dict[str, Any]:
-        """As the page needs it: an object with the text or the bytes. A token without bytes is a control token."""
+        """A token as the page needs it: an object with its text or bytes. A token without bytes is a control token."""
         data, name = self.raw(id) if id < self.tokenizer.n_vocab else b"", self.tokenizer.name(id)
         if name or not data:
             return {"id": id, "text": name or f"<{id}>", "control": True}

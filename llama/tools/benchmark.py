@@ -1,4 +1,4 @@
-"""Measure a model's speed: prefill, decoding, and the memory that they take.
+"""Measure the speed of a model's prefill and decoding, and the memory that they take.
 
 Letters: B batch, T tokens of a prompt, V vocabulary.
 """
@@ -24,10 +24,10 @@ WARM_UP = 32  # tokens to feed before the timing starts: the first call of an op
 
 
 def measure(model: Transformer, context: int, new_tokens: int, batch: int = 1, reps: int = 3) -> dict[str, Any]:
-    """Prefill random prompts of `context` tokens and decode `new_tokens` steps greedily after them, `reps` times.
+    """Prefill random prompts of `context` tokens, then decode `new_tokens` steps greedily. Repeat this `reps` times.
 
-    Returns tokens per second over all rows of the batch, and the peak of the resident memory in MiB. A short warm-up is
-    not timed. Raises ContextLengthError if the tokens don't fit into the context.
+    Returns tokens per second, summed over the rows of the batch, and the peak of the resident memory in MiB. A short
+    warm-up is not timed. Raises ContextLengthError if the tokens don't fit into the context.
     """
     slots = context + new_tokens
     run(model, batch, min(context, WARM_UP), min(2, new_tokens), slots, seed=-1)
@@ -45,18 +45,18 @@ def measure(model: Transformer, context: int, new_tokens: int, batch: int = 1, r
 
 
 def read_bandwidth(device: torch.device) -> float:
-    """Bytes that the device reads per second: the sum of a tensor of 268 MB, ten times."""
+    """Bytes that the device reads per second, measured by summing a tensor of 268 MB ten times."""
     x = torch.ones(2**26, device=device)
     float(x.sum())
     started = time.perf_counter()
     for _ in range(10):
         total = x.sum()
-    float(total)  # waits for the device
+    float(total)  # wait for the device
     return 10 * x.nbytes / (time.perf_counter() - started)
 
 
 def run(model: Transformer, batch: int, context: int, steps: int, slots: int, seed: int) -> tuple[float, float]:
-    """(seconds of the prefill of random prompts, seconds of the decoding steps after it)."""
+    """Prefill random prompts and decode. Returns (seconds of the prefill, seconds of the decoding steps)."""
     rng = random.Random(seed)
     prompts = [[rng.randrange(model.config.vocab_size) for _ in range(context)] for _ in range(batch)]  # (B, T)
     passes = decode(model, prompts, steps, slots)
@@ -70,12 +70,12 @@ def run(model: Transformer, batch: int, context: int, steps: int, slots: int, se
 
 @torch.inference_mode()
 def decode(model: Transformer, prompts: Sequence[Sequence[int]], steps: int, slots: int) -> Iterator[list[int]]:
-    """Feed prompts (B, T) of equal length and decode greedily after them, in a cache of `slots` tokens.
+    """Feed prompts (B, T) of equal length and then decode greedily, in a cache of `slots` tokens.
 
-    Yields the next id of each row after the prompts and after each step, 1 + steps times. A single prompt runs through
-    `generate`, as all text does. Raises ContextLengthError if the tokens don't fit into the context.
+    Yields the next id of each row: once after the prompts, then after each step. A single prompt runs through
+    `generate`, like the prompt of a user. Raises ContextLengthError if the tokens don't fit into the context.
     """
-    if len(prompts) == 1 and slots < model.max_seq_len:  # generate needs a slot for the last id, which is not fed
+    if len(prompts) == 1 and slots < model.max_seq_len:  # generate needs one more slot, for the last id
         params = SamplingParams(temperature=0.0, max_new_tokens=steps + 1)
         for token in generate(model, prompts[0], params, cache=model.new_cache(slots + 1)):
             yield [token.id]
@@ -90,6 +90,6 @@ def decode(model: Transformer, prompts: Sequence[Sequence[int]], steps: int, slo
 
 def peak_rss_mb() -> int | None:
     """Peak resident memory of this process so far, in MiB; None if the system does not report it."""
-    # not by getrusage, which also counts the parent's memory at the time of the fork
+    # getrusage is not used: it also counts the parent's memory at the time of the fork
     peak = re.search(r"^VmHWM:\s+(\d+) kB", read(Path("/proc/self/status")), re.MULTILINE)
     return int(peak[1]) // 2**10 if peak else None

@@ -1,7 +1,7 @@
 """Convert a checkpoint to another format or quantize it, with one weight in memory at a time.
 
-The target gets its name when it is complete. Before that, the new files are opened as any checkpoint is, and every
-weight, the configuration and the tokenizer are compared with those of the source.
+The new files have a temporary name at first. They are opened like any checkpoint, and every weight, the configuration
+and the tokenizer are compared with those of the source. Then they get the name of the target.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Proof:
     path      the new folder or file
     tensors   number of weights that were compared
     sha256    one hash of the names and bytes of all weights, in the interleaved layout
-    warnings  what could not be converted
-    bytes     of the files of weights, before and after
+    warnings  sentences about what could not be converted
+    bytes     total size of the files of weights, (of the source, of the target)
     """
 
     path: Path
@@ -77,13 +77,13 @@ def convert(  # many parameters, since each is a choice of the user
     """Write the model at `source` to `target` in another format. The parameters are the options of the command.
 
     source         a path or a name, as for `llama.load`
-    dtype          of the matrices; None keeps the stored one
-    quantize       how the matrices are quantized: for GGUF an entry of gguf_types.MIXES, else as in `quantize`
-    chat_template  "auto": the source's; "none"; a name of chat.TEMPLATES; or Jinja source
+    dtype          dtype of the matrices in the target; None keeps the stored dtype
+    quantize       how to quantize the matrices: for GGUF an entry of gguf_types.MIXES, else a scheme as in `quantize`
+    chat_template  "auto" for the source's template; "none"; a name of chat.TEMPLATES; or Jinja source
 
     Raises UsageError for a bad argument, ConfigError if the format can't express the model or its tokenizer,
     CheckpointError if a weight can't be quantized or differs when it is read back, or if the target can't be written.
-    After an error, there is no target.
+    After an error, the target does not exist.
     """
     checks.choice("format", to, ("hf", "gguf"))
     is_folder = to == "hf"
@@ -114,12 +114,12 @@ def convert(  # many parameters, since each is a choice of the user
         tied = checkpoint.config.tie_embeddings
         scheme = pick_scheme(quantize)
         formats = {name: format for name in weights if (format := format_for(name, weights[name], scheme, tied))}
-        # quantized: computed with in bfloat16, or dequantized here to float32
+        # for a weight that the source stores quantized: bfloat16 to compute with, or float32 if it is dequantized here
         dtypes = {name: kind or (torch.bfloat16 if name in formats else torch.float32) for name, kind in stored.items()}
     else:
         formats = gguf_types.types_of(checkpoint.shapes, checkpoint.config, quantize)
         dtypes = dict.fromkeys(stored, torch.float32)
-    if not is_folder:  # llama.cpp has vectors in float32
+    if not is_folder:  # llama.cpp requires vectors in float32
         dtypes |= {name: torch.float32 for name, shape in checkpoint.shapes.items() if len(shape) == 1}
     if None in dtypes.values():
         raise UsageError(
@@ -134,7 +134,7 @@ def convert(  # many parameters, since each is a choice of the user
 
     def read(name: str) -> Tensor:
         if hashes:
-            weights[next(reversed(hashes))].release()  # the writer no longer needs it
+            weights[next(reversed(hashes))].release()  # the writer no longer needs the previous weight
         if name in formats and is_folder:
             try:
                 values = to_tiles(weights[name], formats[name])
@@ -164,7 +164,7 @@ def convert(  # many parameters, since each is a choice of the user
             replace(path, target)
     except OSError as error:
         raise CheckpointError(f"{error.filename or target}: {error.strerror or error}; nothing was changed") from error
-    except (ConfigError, TokenizerError, OverflowError) as error:  # the last: a number too large for float32
+    except (ConfigError, TokenizerError, OverflowError) as error:  # OverflowError: a number is too large for float32
         raise ConfigError(f"{target} can't be written: {error}") from error
     total = hashlib.sha256("".join(f"{name} {hashes[name]}\n" for name in sorted(hashes)).encode()).hexdigest()
     sizes = sum(checkpoint.parts.values()), sum(written.parts.values())
@@ -177,12 +177,12 @@ def convert(  # many parameters, since each is a choice of the user
 def quantize(
     source: str | os.PathLike[str], target: str | os.PathLike[str], scheme: str = "int4", **options: Any
 ) -> Proof:
-    """Write a model to the folder `target`, its linear layers quantized, as `clearllama quantize` does.
+    """Quantize the linear layers of a model and write it to the folder `target`, as `clearllama quantize` does.
 
-    The source is a path or a name, as for `llama.load`. Weights that are stored quantized as in the scheme are copied;
-    those quantized in another way are quantized again, with a warning. All other weights stay as they are.
+    The source is a path or a name, as for `llama.load`. Weights that the source stores quantized are copied if their
+    format is that of the scheme; otherwise they are quantized again, with a warning. All other weights are unchanged.
 
-    scheme   one of `clearllama quantize --list`
+    scheme   a name from `clearllama quantize --list`
     options  adapters, shards, tokenizer, chat_template and progress, as for convert.convert
     """
     return convert(source, target, "hf", quantize=scheme, **options)
@@ -191,8 +191,8 @@ def quantize(
 def format_for(name: str, weight: Weight, scheme: Scheme, tied: bool) -> GroupFormat | None:
     """The quantized format to save a weight in; None for floating point.
 
-    Linear layers are quantized by the scheme. An embedding that is not tied to one is not, but stays quantized if the
-    source stores it so, in 4 or 8 bits.
+    Linear layers are quantized by the scheme. An embedding that is not tied to the output layer keeps the format of the
+    source: floating point, or 4 or 8 bits.
     """
     if len(weight.shape) != 2:
         return None
@@ -204,11 +204,11 @@ def format_for(name: str, weight: Weight, scheme: Scheme, tied: bool) -> GroupFo
 def model_of(
     checkpoint: Checkpoint, dtypes: Mapping[str, Any], read: Callable[[str], Tensor], chat_template: str
 ) -> tuple[Model, list[str]]:
-    """The model of a checkpoint as the writers need it, and warnings."""
+    """The model of a checkpoint in the form that the writers need, and warnings."""
     warnings, tokenizer = [*checkpoint.warnings], None
     try:
         tokenizer = checkpoint.tokenizer()
-    except TokenizerError as error:  # missing or damaged; the tokenizer of another model is a CheckpointError
+    except TokenizerError as error:  # it is missing or damaged; that of another model would raise CheckpointError
         warnings.append(f"no tokenizer was written: {error}")
     template = pick_template(checkpoint, tokenizer, chat_template)
     if tokenizer and template is None and chat_template == "auto" and checkpoint.format == "Meta":
@@ -269,14 +269,15 @@ def check_written(
 
 
 def tensor_hash(tensor: Tensor) -> str:
-    """The sha256 of a tensor's bytes; of a vector in float32, so that the hash is the same in every format."""
+    """The sha256 of a tensor's bytes. A vector is hashed in float32, so that the hash is the same in every format."""
     return hashlib.sha256(raw_bytes(tensor.float() if tensor.dim() == 1 else tensor).data).hexdigest()
 
 
 def check_config(source: ModelConfig, written: ModelConfig) -> None:
     """Raise ConfigError unless two configurations are equal, except for the form of the RoPE scaling.
 
-    Numbers may differ by the rounding to float32. The writers refuse a scaling that their format can't express.
+    Numbers may differ by the rounding to float32. The RoPE scaling need not be compared: the writers refuse a scaling
+    that their format can't express.
     """
     fields, others = (
         {**dataclasses.asdict(config), "max_seq_len": reach(config), "rope_scaling": None}

@@ -1,7 +1,7 @@
 """Examine this machine: the versions of the dependencies, the C++ kernels, and a self-test.
 
 The kernels and the self-test run in a child process. If a library aborts, hangs or uses an instruction that the
-processor lacks, only the child ends, which is a finding too.
+processor lacks, only the child ends, and this is reported as a finding.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Literal, NamedTuple
 from .. import __version__
 from ..errors import LlamaError, one_line
 
-SECONDS = 300.0  # for the child; the first run builds the kernels
-EXTRAS = ("study", "serve", "structured", "chat")  # those for users
+SECONDS = 300.0  # time limit of the child; the first run builds the kernels
+EXTRAS = ("study", "serve", "structured", "chat")  # extras of the package that are for users, not developers
 CHILD = "from llama.tools import doctor; doctor.child({})"
 
 
 class Finding(NamedTuple):
     """What one check of `doctor` or `verify` found.
 
-    status   "ok"; "note": it works, but slower or without a feature; "warn": it may be wrong; "fail"
+    status   "ok", "note" (works, but slower or without a feature), "warn" (may be wrong) or "fail"
     group    the kind of check
     item     what was checked
     remedy   what to do if the status is not "ok"
@@ -42,7 +42,7 @@ class Finding(NamedTuple):
 
 
 def check(group: str, item: str, look: Callable[[], str], remedy: str = "") -> Finding:
-    """The finding of a check that returns a message. An exception is a finding too: it must not end the report."""
+    """The finding of a check. `look` returns its message; an exception becomes a finding with the status "fail"."""
     try:
         return Finding("ok", group, item, look())
     except Exception as error:
@@ -52,7 +52,7 @@ def check(group: str, item: str, look: Callable[[], str], remedy: str = "") -> F
 
 
 def examine(self_test: bool = True) -> Iterator[Finding]:
-    """Yield the findings, and a failure if the child process does not end well."""
+    """Yield the findings. If the child process fails, that is the last finding."""
     yield from versions()
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
     process = subprocess.Popen(
@@ -114,7 +114,7 @@ def versions() -> Iterator[Finding]:
 
 
 def cpu_kernels() -> Iterator[Finding]:
-    """The C++ kernels, which are built if they are not built yet."""
+    """A finding about the C++ kernels. If they are not built yet, builds them."""
     from ..engine import kernels
 
     form, remedy = kernels.pick_form(), ""

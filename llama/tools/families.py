@@ -1,4 +1,4 @@
-"""The official models: their architectures in configs/."""
+"""The architectures of the official models, which are in configs/."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def official() -> Mapping[str, ModelConfig]:
 def architecture(
     name: str, tokenizer: str | None = None, quiet: bool = False, *, fetch: bool = True
 ) -> tuple[ModelConfig, Checkpoint | None]:
-    """The configuration of a model and, unless `name` is that of a configuration, its checkpoint."""
+    """The configuration of a model, and its checkpoint; None for the latter if `name` is only a configuration."""
     path = Path(name)
     if name in official() and not path.exists() and not (name == hub.DEFAULT and (fetch or hub.find(name))):
         return official()[name], None
@@ -42,9 +42,10 @@ def architecture(
 
 
 def names_of(config: ModelConfig) -> list[str]:
-    """The official models with this configuration, else those equal in all but what Meta's files lack or changed.
+    """The names of the official models with this configuration.
 
-    Several models can share one architecture: LLaMA 1 and Llama 2 with 7 billion parameters differ in their weights.
+    If there are none, the comparison leaves out the values that Meta's files lack or changed (`loose`). Several models
+    can share one architecture: LLaMA 1 and Llama 2 with 7 billion parameters differ in their weights.
     """
 
     def loose(one: ModelConfig) -> ModelConfig:

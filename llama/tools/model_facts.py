@@ -1,4 +1,4 @@
-"""What the headers of a checkpoint say about the model: for `inspect` and `verify`."""
+"""The facts about a model that `inspect` and `verify` read from the headers of its checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .families import names_of
 
 BYTES = {"float32": 4, "bfloat16": 2}
 
-# Part of a model -> what the names of its tensors contain, unless they belong to a part before it
+# Part of a model -> a part of its tensors' names. A tensor belongs to the first part whose text its name contains
 PARTS = {"embedding": "tok_emb", "norms": "norm", "attention": "attention.", "MLP": "feed_forward.", "output": ""}
 
 

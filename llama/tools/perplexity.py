@@ -25,12 +25,12 @@ def nats(
     chunk: int | None = None,
     progress: Progress = lambda done, total: None,
 ) -> list[Tensor]:
-    """-log p(token t + 1 | tokens 0 .. t) of each batch of windows (B, T) int64, T >= 2: (B, T - 1) float32 each.
+    """-log p(token t + 1 | tokens 0 .. t) for each batch of windows: (B, T) int64 -> (B, T - 1) float32, with T >= 2.
 
-    A window is fed `chunk` tokens at a time (default: `prompt_chunk`), which bounds the memory: logits of one chunk,
-    keys and values of all tokens. If the RoPE frequencies depend on the length (rope_scaling.BY_LENGTH), a chunk is
-    rotated by those of the length it reaches and earlier keys are not rotated again, as in decoding; with chunk=T all
-    tokens are rotated by the frequencies of the full length.
+    A window is fed `chunk` tokens at a time (default: `prompt_chunk`). This bounds the memory, which holds the logits
+    of one chunk and the keys and values of all tokens. If the RoPE frequencies depend on the length
+    (rope_scaling.BY_LENGTH), each chunk is rotated by the frequencies of the length up to its end. As in decoding,
+    earlier keys are not rotated again. With chunk=T, all tokens are rotated by the frequencies of the full length.
 
     Raises ContextLengthError if a window is longer than model.max_seq_len, NumericalError if a result is NaN.
     """
@@ -57,8 +57,8 @@ def nats(
 
 
 def next_logprobs(model: Transformer, h: Tensor, ids: Tensor) -> Tensor:
-    """log p of ids (B, T) after hidden states (B, T, C): (B, T) float32."""
-    rows = zip(h.flatten(0, 1).split(256), ids.flatten().split(256), strict=True)  # the logits have V numbers for each
+    """The log-probability of each id after its hidden state: (B, T, C) and ids (B, T) -> (B, T) float32."""
+    rows = zip(h.flatten(0, 1).split(256), ids.flatten().split(256), strict=True)  # in parts: a row has V logits
     found = [logprob_of(model.output(some[None])[0].float(), wanted) for some, wanted in rows]  # (n,) each
     return torch.cat(found).view_as(ids)
 
@@ -69,9 +69,9 @@ def start_ids(tokenizer: Tokenizer) -> list[int]:
 
 
 def windows(tokenizer: Tokenizer, text: str, window: int) -> tuple[int, list[Tensor]]:
-    """(number of tokens in a text, its ids divided into consecutive windows (1, T) of at most `window` tokens).
+    """Divide a text into consecutive windows (1, T) of at most `window` tokens. Returns (number of tokens, windows).
 
-    Each window begins with `start_ids`. A last window of one token is dropped, since no token in it can be predicted.
+    Each window begins with `start_ids`. A last window of only one token is dropped, since it has no token to predict.
     """
     bos, ids = start_ids(tokenizer), tokenizer.encode(text)
     step = window - len(bos)

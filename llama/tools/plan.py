@@ -1,7 +1,7 @@
-"""Does a model fit on some GPUs, and how fast can it be at best? Computed from bytes and bandwidth alone.
+"""Compute from bytes and bandwidth whether a model fits on some GPUs, and the highest speed of decoding.
 
 The GPUs share the weights evenly, and the keys and values by heads. A decoding step reads every weight and all keys and
-values once, so it takes at least these bytes divided by the bandwidth.
+values once, so its time is at least the number of these bytes divided by the bandwidth.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MOST_SEQUENCES = 2**20
 
 
 class GPU(NamedTuple):
-    """A device, in bytes and bytes per second; a bandwidth of 0 is unknown. A GB of a data sheet is 10^9 bytes."""
+    """A device: memory in bytes, bandwidth in bytes per second (0: unknown). A GB in a data sheet is 10^9 bytes."""
 
     name: str
     memory: float
@@ -66,7 +66,10 @@ GPUS = {
 
 
 def this_machine() -> tuple[int, GPU]:
-    """The number of CUDA devices and the least free memory of one, or the CPU and its; and the measured bandwidth."""
+    """The number of CUDA devices, and a GPU with the least free memory of a device and the measured bandwidth.
+
+    Without CUDA, it is one device: the CPU with its free memory.
+    """
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -81,7 +84,7 @@ def this_machine() -> tuple[int, GPU]:
 
 
 def parse_gpus(text: str | None, memory: float | None = None, bandwidth: float | None = None) -> tuple[int, GPU]:
-    """'16xH100' -> (16, the GPU); None is this machine. memory, bandwidth: in place of those of the data sheet."""
+    """'16xH100' -> (16, the GPU); None is this machine. `memory` and `bandwidth` replace the data sheet's values."""
     if text is None:
         count, gpu = this_machine()
     else:
@@ -100,7 +103,7 @@ def parse_gpus(text: str | None, memory: float | None = None, bandwidth: float |
 
 
 def weight_bytes(config: ModelConfig, scheme: str | None, size: int) -> dict[str, float]:
-    """The bytes of each weight of a model that is quantized by a scheme; those of others have `size` bytes a value."""
+    """The bytes of each weight of a model. Weights that the scheme does not quantize have `size` bytes per value."""
     chosen, found = scheme and pick_scheme(scheme), {}
     for name, shape in expected_shapes(config).items():
         quantized = chosen and len(shape) == 2 and (config.tie_embeddings or name != EMBEDDING)
@@ -132,12 +135,12 @@ class Run:
 
     @property
     def weights_read(self) -> float:
-        """Bytes of all weights that a decoding step reads: all but the embedding, unless it is the output layer too."""
+        """Bytes of the weights that a decoding step reads. The embedding counts only if it is also the output layer."""
         return self.weights - (0 if self.config.tie_embeddings else self.sizes[EMBEDDING])
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes on each GPU. With more GPUs than key/value heads, several have the same head."""
+        """Bytes on each GPU. If there are more GPUs than key/value heads, several GPUs store the same head."""
         c = self.config
         cache = cache_bytes(c, self.context, self.size, self.kv_cache, self.batch)
         activations = activation_bytes(c, self.context, self.size, self.kv_cache, prompt_chunk("cuda"))
@@ -152,13 +155,13 @@ class Run:
         return sum(self.memory.values()) <= (1 - RESERVE) * gpu.memory
 
     def step(self, gpu: GPU) -> float | None:
-        """The least seconds of a decoding step; None if the run does not fit or the bandwidth is not known."""
+        """The shortest time of a decoding step in seconds; None if the run does not fit or the bandwidth is unknown."""
         if not (gpu.bandwidth and self.fits(gpu)):
             return None
         return (self.weights_read / self.gpus + self.memory["kv_cache"]) / gpu.bandwidth
 
     def largest_context(self, gpu: GPU) -> int:
-        """The most tokens of each sequence with which the run fits; 0 if it does not fit with one token."""
+        """The largest number of tokens per sequence with which the run fits; 0 if it does not fit with one token."""
         return largest(self.config.max_seq_len, lambda context: replace(self, context=context).fits(gpu))
 
 
@@ -168,7 +171,10 @@ def largest(limit: int, holds: Callable[[int], bool]) -> int:
 
 
 def plan(run: Run, gpu: GPU, others: Mapping[str | None, Mapping[str, float]]) -> dict[str, Any]:
-    """The facts of a run in the form of `plan --json`. others: name -> bytes of the weights, to compare."""
+    """The facts of a run in the form of `plan --json`.
+
+    others  name of a quantization to compare -> bytes of each weight
+    """
     config = run.config
     checks.integer("batch", run.batch, 1, 2**31)
     checks.integer("context", run.context, 1, 2**31)

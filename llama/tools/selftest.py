@@ -1,4 +1,4 @@
-"""The self-test: a small random model, computed in each way that this machine runs models, against plain float32."""
+"""The self-test: run a small random model in each of WAYS, and compare the results with plain float32."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ..weights import expected_shapes
 from .benchmark import measure, read_bandwidth
 from .doctor import Finding, check
 
-Run = Callable[[Transformer, SamplingParams], list[list[int]]]  # the ids that follow each of PROMPTS
+Run = Callable[[Transformer, SamplingParams], list[list[int]]]  # returns the ids that follow each of PROMPTS
 REPORT = "don't trust text generated here; reinstall torch and clearllama, try CLEARLLAMA_KERNELS=off, report it"
 CONFIG = ModelConfig(128, 2, 4, 2, 32, 256, vocab_size=320, max_seq_len=256)
 # name -> (options of load_model, the largest error of a logit, relative to the largest logit)
@@ -40,7 +40,7 @@ WAYS: dict[str, tuple[dict[str, Any], float]] = {
 }
 PROMPTS = [[5, 3, 2, 9, 1, 4, 4, 8], [2, 9, 1, 4, 4, 8], [5, 3, 2, 9, 1, 4, 4, 8, 7, 7]]
 LARGE = ModelConfig(2048, 16, 32, 8, 64, 8192, vocab_size=128256, max_seq_len=1024, tie_embeddings=True)
-# what works although a check failed
+# check -> the remedy: what to use or leave out if the check failed
 WITHOUT = {"float32": "use --device cpu", "bfloat16": "use --dtype float16 or float32, or --device cpu"}
 WITHOUT |= dict.fromkeys(("int8", "int4"), "use the model without --quantize, or --device cpu")
 WITHOUT |= {"batch": "use --batch-size 1, and --parallel 1 in serve", "draft": "use no --draft"}
@@ -48,7 +48,7 @@ WITHOUT |= {"compile": "use no --compile", "speed": "use a smaller model, or --d
 
 
 def selftest() -> Iterator[Finding]:
-    """The error of each way on the CPU and on the best device, one finding each."""
+    """Yield a finding for each of WAYS on the CPU and on the best device, then those of `accelerator`."""
     tokens = torch.randint(CONFIG.vocab_size, (1, 48), generator=torch.Generator().manual_seed(1))  # (1, T)
     with torch.inference_mode(), tempfile.TemporaryDirectory(prefix="clearllama-doctor-") as folder:
         write_model(Path(folder))
@@ -64,14 +64,14 @@ def selftest() -> Iterator[Finding]:
 
 
 def accelerator(folder: str, device: torch.device) -> Iterator[Finding]:
-    """Findings about what only a run on an accelerator shows: batches, drafts, the compiled step, and the speed."""
+    """Yield findings about batches, drafts, the compiled step and the speed, which are checked on accelerators only."""
     for name, look in CHECKS.items():
         if name != "compile" or device.type == "cuda":
             yield check("self-test", f"{name} on {device}", partial(look, folder, device), WITHOUT[name])
 
 
 def same_tokens(run: Run, folder: str, device: torch.device) -> str:
-    """A way to run PROMPTS gives the tokens of single runs, in float32."""
+    """Check that `run` gives the same tokens as running each of PROMPTS alone, in float32."""
     model, params = loader.load_model(folder, device, "float32", fast=True), SamplingParams(max_new_tokens=24)
     if run(model, params) != [[token.id for token in generate(model, prompt, params)] for prompt in PROMPTS]:
         raise LlamaError("the tokens differ from those of single runs")
@@ -79,7 +79,7 @@ def same_tokens(run: Run, folder: str, device: torch.device) -> str:
 
 
 def in_batch(model: Transformer, params: SamplingParams) -> list[list[int]]:
-    """Three prompts in a batch of two."""
+    """Run three prompts in a batch with two slots."""
     found: list[list[int]] = [[] for _ in PROMPTS]
     for event in Batch(model, [Request(prompt, params) for prompt in PROMPTS], slots=2):
         if isinstance(event, TokenEvent):
@@ -88,12 +88,12 @@ def in_batch(model: Transformer, params: SamplingParams) -> list[list[int]]:
 
 
 def with_draft(model: Transformer, params: SamplingParams) -> list[list[int]]:
-    """One prompt after the other, with a draft."""
+    """Run one prompt after the other, with a draft."""
     return [[token.id for token in speculate(model, prompt, params, NGramDraft())] for prompt in PROMPTS]
 
 
 def check_compile(folder: str, device: torch.device) -> str:
-    """The compiled step gives the logits of the plain one, in bfloat16."""
+    """Check that the compiled step gives the logits of the plain step, in bfloat16."""
     compiled, plain = (loader.load_model(folder, device, "bfloat16", compile=on, fast=True) for on in (True, False))
     caches = [model.new_cache(64, fixed=True) for model in (compiled, plain)]
     for part in ([*range(8)], [8], [9], [10]):
@@ -101,12 +101,12 @@ def check_compile(folder: str, device: torch.device) -> str:
         found, expected = (net(ids, cache=cache) for net, cache in zip((compiled, plain), caches, strict=True))
         error = float((found - expected).abs().max() / expected.abs().max())
         if not error <= 0.04:
-            raise LlamaError(f"its logits differ by {error:.0e} from those of the plain step, expected at most 0.04")
+            raise LlamaError(f"the logits differ by {error:.0e} from those of the plain step; expected at most 0.04")
     return "gives the logits of the plain step"
 
 
 def check_speed(folder: str, device: torch.device) -> str:
-    """The bandwidth of reading a tensor, and the speed of a model with the shape of Llama 3.2 1B."""
+    """Measure the bandwidth of reading a tensor, and the speed of a model with the shape of Llama 3.2 1B."""
     bandwidth = read_bandwidth(device)
     with torch.device(device):
         model = Transformer(LARGE, rope="real", attention="sdpa").to(torch.bfloat16)
@@ -123,19 +123,23 @@ CHECKS: dict[str, Callable[[str, torch.device], str]] = {
 
 
 def check_way(folder: str, tokens: Tensor, device: torch.device, options: dict[str, Any], most: float) -> str:
-    """Compare the logits of a cached model, as commands run it, with one pass of nn.Linear in float32 on the CPU."""
+    """Compare the logits of two models on the same tokens.
+
+    The first runs as in a command: in parts, with a cache and fast layers. The second runs in one pass with nn.Linear
+    in float32 on the CPU.
+    """
     model = loader.load_model(folder, device, fast=True, **options)
     cache = model.new_cache(64)
     parts = tokens.to(device).split([20, 17, *[1] * 11], dim=1)
     logits = torch.cat([model(part, cache=cache) for part in parts], 1)  # (1, T, V)
     plain = loader.load_model(folder, "cpu", "float32")
     for name, layer in model.named_modules():
-        if hasattr(layer, "bits"):  # a quantized layer; its weight is dequantized
+        if hasattr(layer, "bits"):  # a quantized layer: `weight` is its dequantized weight
             weight: Any = plain.get_submodule(name).weight
             weight.copy_(layer.weight)
     expected = plain(tokens).double()
     error = float((logits.cpu() - expected).abs().max() / expected.abs().max())
-    if not error <= most:  # or NaN
+    if not error <= most:  # also true for NaN
         raise LlamaError(f"differs by {error:.0e} from plain arithmetic, expected at most {most:g}")
     return f"agrees with plain arithmetic within {error:.0e}"
 

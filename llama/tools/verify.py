@@ -1,7 +1,7 @@
 """List the files of a checkpoint, compare their checksums, and open it.
 
-Loading trusts the data of the weights: a flipped bit there changes the model without an error. Here every byte with a
-known checksum is read.
+Loading does not check the data of the weights: a flipped bit changes the model without an error. Here every byte that
+has a known checksum is read.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from .model_facts import model_facts
 
 TORCH = (".pth", ".pt", ".bin")
 WEIGHTS = (*TORCH, ".safetensors", ".gguf")
-ALGORITHMS = {32: "md5", 40: "git", 64: "sha256"}  # by the length of the checksum; git's is that of an object
+ALGORITHMS = {32: "md5", 40: "git", 64: "sha256"}  # length of a checksum -> algorithm; "git" is git's object id
 
 Sum = tuple[Path, str, str]  # file, checksum, source of the checksum
 
 
 def verify(path: Path) -> Iterator[Finding]:
-    """Check a folder in Meta's or Hugging Face's format, a GGUF file or a set of them; yield findings one by one."""
+    """Check a folder in Meta's or Hugging Face's format, a GGUF file or a set of GGUF files. Yield the findings."""
     files = find_files(path)
     sums: list[Sum] = []
     for file in (file for file in files if file.suffix == ".chk"):
@@ -52,16 +52,16 @@ def verify(path: Path) -> Iterator[Finding]:
 # --------------------------------------------------------------------------------------------------------- the files
 def find_files(path: Path) -> list[Path]:
     """The existing files of the checkpoint at `path`: weights, documents, tokenizer, checklists."""
-    if not path.is_dir():  # all files of a set
+    if not path.is_dir():  # find all files of a set
         return sorted(path.parent.glob(re.sub(r"-\d{5}-of-", "-?????-of-", glob.escape(path.name))))
     found = sorted(path.iterdir())
-    if not any((path / name).exists() for name in ("tokenizer.model", "tokenizer.json")):  # as in Meta's Llama 1 and 2
+    if not any((path / name).exists() for name in ("tokenizer.model", "tokenizer.json")):  # Meta's Llama 1 and 2
         found += sorted(path.absolute().parent.glob("tokenizer*"))
     return [file for file in found if file.suffix in (*WEIGHTS, ".json", ".model", ".chk") and file.is_file()]
 
 
 def describe(file: Path) -> str:
-    """The size of a file. Raises CheckpointError for a failed download."""
+    """The size of a file. Raises CheckpointError if the file is a failed download."""
     start_of(file)
     return f"{file.stat().st_size:,} bytes"
 
@@ -70,7 +70,7 @@ def describe(file: Path) -> str:
 def check_archive(file: Path) -> str:
     """Compare the CRC-32 of every record in a file of torch.save."""
     if not zipfile.is_zipfile(file):
-        return "no archive: it has no checksums"
+        return "not an archive, so it has no checksums"
     with zipfile.ZipFile(file) as archive:
         if not any(record.CRC for record in archive.infolist()):  # torch.serialization.set_crc32_options(False)
             return "no record has a checksum"
@@ -80,7 +80,7 @@ def check_archive(file: Path) -> str:
 
 
 def read_checksums(checklist: Path, sums: list[Sum]) -> str:
-    """Add the checksums in a list that md5sum or sha256sum wrote. Raises CheckpointError for another line."""
+    """Add the checksums of a list that md5sum or sha256sum wrote to `sums`. Raises CheckpointError for a wrong line."""
     for number, line in enumerate(checklist.read_text(encoding="utf-8").splitlines(), 1):
         if match := re.fullmatch(r"([0-9a-fA-F]{32}|[0-9a-fA-F]{64}) [ *]([^/\\]+)", line):
             sums.append((checklist.with_name(match[2]), match[1].lower(), checklist.name))
@@ -90,10 +90,10 @@ def read_checksums(checklist: Path, sums: list[Sum]) -> str:
 
 
 def hub_checksum(file: Path) -> str | None:
-    """The checksum of a file that the Hugging Face library recorded, or that of the default model; None if unknown.
+    """The checksum that the Hugging Face library recorded for a file, or the default model's; None if unknown.
 
-    In the library's cache a file is a link to ../../blobs/CHECKSUM; in another folder the library records it in
-    .cache/huggingface/download. Large files have a sha256, small ones git's object id.
+    In the library's cache, a file is a link to ../../blobs/CHECKSUM; in another folder, the library records the
+    checksum in .cache/huggingface/download. It is the sha256 of a large file, and git's object id of a small one.
     """
     record, value = file.parent / ".cache/huggingface/download" / f"{file.name}.metadata", ""
     if file.is_symlink() and Path(os.readlink(file)).parent.name == "blobs":
@@ -106,7 +106,7 @@ def hub_checksum(file: Path) -> str | None:
 
 
 def compare(file: Path, expected: str, source: str) -> str:
-    """Compute the checksum of a file. Raises CheckpointError if it is not the expected one."""
+    """Compute the checksum of a file. Raises CheckpointError if it differs from the expected checksum."""
     if not file.exists():
         raise CheckpointError(f"the file is missing, but {source} lists it")
     algorithm, head = ALGORITHMS[len(expected)], b"blob %d\0" % file.stat().st_size
@@ -119,13 +119,13 @@ def compare(file: Path, expected: str, source: str) -> str:
 
 # ---------------------------------------------------------------------------------------------------- as a checkpoint
 def open_files(path: Path, facts: dict[str, Any]) -> str:
-    """Open the checkpoint, and add what its headers say to `facts`."""
+    """Open the checkpoint, and add the facts in its headers to `facts`."""
     facts |= model_facts(checkpoint := open_checkpoint(path))
     return f"{facts['format']}, {facts['parameters']:,} parameters in {len(checkpoint.shapes):,} tensors"
 
 
 def open_and_compare(path: Path) -> Iterator[Finding]:
-    """Open the checkpoint, compare its tensors with its configuration, and its tokenizer with the embedding."""
+    """Open the checkpoint, compare its tensors with its configuration, and compare its tokenizer with its embedding."""
     item, facts = path.absolute().name, dict[str, Any]()
     opened = check("open", item, partial(open_files, path, facts))
     if not facts.get("mismatches"):

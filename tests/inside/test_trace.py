@@ -445,7 +445,7 @@ def test_the_command_describes_an_intervention(tiny_gguf: Path) -> None:
         (("hello", "--ablate-head", "2.0"), "layers are 0 to 1 and heads 0 to 3"),
         (("hello", "--layers", "0:3"), "END at most 2"),
         (("hello", "--no-rope", "--rope-theta", "5"), "--no-rope"),
-        (("hello h", "--patch-from", "h"), "tokens as the prompt"),
+        (("hello h", "--patch-from", "h"), "tokens, like the prompt"),
     ],
 )
 def test_errors_are_one_line_and_exit_2(tiny_gguf: Path, args: tuple[str, ...], message: str) -> None:

@@ -677,7 +677,11 @@ def test_other_clients_of_the_default_model_notice_nothing(default_llm: Llama) -
         ("answer", {"ids": [5], "messages": MESSAGES}, "one of messages, prompt and ids"),
         ("answer", {"ids": [5], "stop": "a"}, "unknown key 'stop'"),
         ("answer", {"ids": [5], "own": 7}, "own must be"),
-        ("answer", {"ids": [5], "patch": {"other": [5, 6], "layer": 0, "position": 0}}, "got 2 and 1"),
+        (
+            "answer",
+            {"ids": [5], "patch": {"other": [5, 6], "layer": 0, "position": 0}},
+            "patch.other has 2 tokens; expected at most 1",
+        ),
         ("answer", {"ids": [5], "patch": {"other": [6], "layer": 2, "position": 0}}, "layer must be"),
         ("answer", {"ids": [5], "patch": {"other": [6], "layer": 0, "position": 1}}, "position must be"),
         ("patch", {"ids": [5], "other": [5, 6]}, "expected equally many tokens, got 2 and 1"),
@@ -762,7 +766,7 @@ def test_the_activations_of_a_text_have_the_names_and_the_layout_of_transformerl
         refused = post(server, "/look/activations", ids=ids)
         assert refused.status_code == 400
         assert (
-            f"the activations of {len(ids)} tokens have {size >> 20} MiB; at most 0 MiB"
+            f"the activations of {len(ids)} tokens have {size >> 20} MiB; the limit is 0 MiB"
             in refused.json()["error"]["message"]
         )
         small.setattr("llama.server.requests.LONGEST_PAGE", 9)

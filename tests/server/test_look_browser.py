@@ -1146,7 +1146,7 @@ def test_a_link_shows_the_same_view_in_another_browser(browser: Browser, show: O
     brief, whole = (one.evaluate("openTurn().tokens.map((one) => one.top.length)") for one in (other, tab))
     assert (brief[3], {*brief[:3], *brief[4:]}) == (whole[3], {2})
     open_token(other, other.evaluate("path().at(-1)"), 1)
-    assert "Only for the word that was open" in other.inner_text("#linked")
+    assert "Only for the word that was open does" in other.inner_text("#linked")
     rest = sum(one["p"] for one in other.evaluate("openTurn().tokens[1].top"))
     assert other.locator("#alternatives .row").last.locator(".p").first.inner_text() == share(round(1 - rest, 4))
     assert len(other.evaluate("settled(stored().getAll())")) == 0  # a view is stored when it is changed

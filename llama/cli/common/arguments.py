@@ -21,7 +21,7 @@ from .parser import MANY, RARE, Group, HelpAll, Row
 if TYPE_CHECKING:
     from ...loader import LoadOptions
 
-FIELD = {  # an option or command here -> its names in llama.cpp, vLLM, Ollama, llm and hf
+FIELD = {  # an option or command of clearllama -> its names in llama.cpp, vLLM, Ollama, llm and hf
     "--model": "-hf -hfr --hf-repo",
     "--gpu-layers": "-ngl --n-gpu-layers",
     "--max-seq-len": "-c --ctx-size --max-model-len --num-ctx",
@@ -53,7 +53,7 @@ FIELD = {  # an option or command here -> its names in llama.cpp, vLLM, Ollama, 
 SYNONYMS = {name: own for own, names in FIELD.items() for name in names.split()}
 UNNEEDED = """-fa --flash-attn --mlock --no-mmap --jinja --color -b --batch -ub --ubatch-size --stream --no-stream -e
  --no-display-prompt -v --verbose --no-warmup --enforce-eager --gpu-memory-utilization --trust-remote-code"""
-ANSWERS = {  # what to do instead -> options and commands of these programs without a counterpart
+ANSWERS = {  # what to do instead -> options and commands of these programs that clearllama does not have
     "not needed here; leave this out": UNNEEDED,
     "use clearllama chat": "-cnv --conversation -i --interactive",
     "use clearllama generate": "-st --single-turn",
@@ -82,12 +82,12 @@ LARGEST_FACTOR = 10_000  # upper limit of --rope-factor
 
 
 def option(name: str) -> str:
-    """The option of an attribute of the parsed arguments: 'top_p' -> '--top-p'."""
+    """The option for an attribute of the parsed arguments: 'top_p' -> '--top-p'."""
     return f"--{name.replace('_', '-')}"
 
 
 def count(text: str) -> int:
-    """Parse N of --max-new-tokens; -1 and -2, as in llama.cpp, are the rest of the context."""
+    """Parse N of --max-new-tokens. As in llama.cpp, -1 and -2 mean: until the context is full."""
     return int(text) if int(text) not in (-1, -2) else int(OPTIONS["max_new_tokens"].metadata["range"][1])
 
 
@@ -98,7 +98,7 @@ def bias(text: str) -> tuple[int, float]:
 
 
 def variable(text: str) -> tuple[str, Any]:
-    """Parse NAME=VALUE of --template-option. A value that is no JSON is text."""
+    """Parse NAME=VALUE of --template-option. A value that is not JSON is text."""
     name, value = text.split("=", 1)
     try:
         return name, json.loads(value)
@@ -165,7 +165,7 @@ EVERY = [  # of every command
 
 
 def checkpoint(about: str) -> list[Row | Group]:
-    """The model of a command as an argument or as --model."""
+    """Rows for the model of a command, which is given as an argument or as --model."""
     return [
         Group(exclusive=True),
         ("model PATH_OR_NAME", str, about, ARGUMENT),
@@ -175,7 +175,7 @@ def checkpoint(about: str) -> list[Row | Group]:
 
 
 def model(dtype: str | None = None, optional: bool = False, argument: bool = False) -> list[Row | Group]:
-    """The options of a command that runs a model, and the overrides of its RoPE settings.
+    """The options of a command that runs a model, including those that override the model's RoPE settings.
 
     dtype     the default of --dtype; None for the fastest dtype of the device
     optional  the command also works without a model, so that --model has no default
@@ -214,9 +214,9 @@ def model(dtype: str | None = None, optional: bool = False, argument: bool = Fal
 
 
 def generation(max_new_tokens: int, fallback: str, argument: bool = False) -> list[Row | Group]:
-    """All options of a command that generates: also of sampling, sessions, drafts, steering and several processes.
+    """All options of a command that generates, including sampling, sessions, drafts, steering, several processes.
 
-    A sampling option that is not set is None: the checkpoint's default or the fallback applies.
+    A sampling option that the user does not give is None: then the checkpoint's default applies, else the fallback.
     """
     about = {name: field.metadata["about"] for name, field in OPTIONS.items()}
     numbers = {}
@@ -231,7 +231,7 @@ def generation(max_new_tokens: int, fallback: str, argument: bool = False) -> li
         "ngram: repeat what followed the last tokens earlier in the text; MODEL: a smaller one with the same vocabulary"
     )
     processes = (
-        "processes that torchrun --nproc-per-node N -m llama ... starts divide the model"
+        "start N processes that share the model: torchrun --nproc-per-node N -m llama ..."
         " (docs/guides/several-devices.md)"
     )
     return [
@@ -267,7 +267,7 @@ def generation(max_new_tokens: int, fallback: str, argument: bool = False) -> li
 
 # --------------------------------------------------------------------------------------- the values of parsed options
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The given options of an answer, checked, as keyword arguments of Llama.generate."""
+    """Check the given options of an answer; return them as keyword arguments of Llama.generate."""
     options = {name: value for name in OPTIONS if (value := getattr(args, name, None)) not in (None, [])}
     if "logit_bias" in options:
         options["logit_bias"] = dict(args.logit_bias)
@@ -279,7 +279,7 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def load_options(args: argparse.Namespace, **overrides: Any) -> LoadOptions:
-    """The model options as an object of the loader. `overrides` replace some."""
+    """The model options as an object of the loader. `overrides` replace some of them."""
     from ...loader import LoadOptions
 
     given = {field.name: getattr(args, field.name) for field in dataclasses.fields(LoadOptions) if field.name in args}
@@ -306,7 +306,7 @@ def rope_scaling(args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def check_plain(args: argparse.Namespace, command: str) -> None:
-    """Raise UsageError if the layers would be compiled, or spread over several devices."""
+    """Raise UsageError if the options compile the layers or put them on several devices."""
     if args.compile:
         raise UsageError(f"{command} can't read the outputs of compiled layers: leave --compile out")
     if args.gpu_layers is not None or "," in args.device:

@@ -1,7 +1,7 @@
-"""clearllama generate --prompts: a file of prompts in, a file of answers out, one JSON object per line.
+"""clearllama generate --prompts: read a file of prompts, write a file of answers. A line is one JSON object.
 
 Answers are written in the order of the prompts. An interrupted run leaves complete lines and at most one incomplete
-line; the same command then answers the prompts whose ids have no answer (resume.py).
+line; the same command then answers the prompts that have no answer yet (resume.py).
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ class Item:
     own: dict[str, Any]  # the options and the system message of the line, which override those of the command
 
     def options(self, options: dict[str, Any], raw: bool) -> dict[str, Any]:
-        """The options of the line: the command's, overridden by its own.
+        """The options for this line: the command's options, overridden by the line's own options.
 
-        The command's seed N becomes N + number - 1. So equal prompts get different answers, and a resumed run repeats
-        those of an uninterrupted one.
+        The command's seed N becomes N + number - 1. So equal prompts get different seeds, and a resumed run gives the
+        same answers as an uninterrupted run.
         """
         merged = {**options, "continues": raw or continues_answer(self.messages)}
         if "seed" in merged:
             merged["seed"] = (merged["seed"] + self.number - 1) % 2**63
-        if self.own.keys() & option_names("grammar"):  # it replaces a grammar of another kind
+        if self.own.keys() & option_names("grammar"):  # the line's grammar replaces the command's, of whatever kind
             merged |= dict.fromkeys(option_names("grammar"))
         return {**merged, **{name: value for name, value in self.own.items() if name != "system"}}
 
 
 def read_items(args: argparse.Namespace) -> list[Item]:
-    """Read the prompts. Raises UsageError, which names the line and its mistake."""
+    """Read the prompts. Raises UsageError, which names the wrong line and the mistake."""
     text = files.read_text(Path(args.prompts))
     items: dict[Id, Item] = {}
     for number, line in enumerate(text.removesuffix("\n").split("\n"), 1):
@@ -82,7 +82,7 @@ def read_items(args: argparse.Namespace) -> list[Item]:
 
 
 def parse(line: dict[str, Any], number: int, system: str | None) -> Item:
-    """The item of a line. Raises UsageError for a mistake that shows before the model is loaded.
+    """Make the item of a line. Raises UsageError for a mistake that can be found without the model.
 
     system  the command's system message
     """
@@ -102,7 +102,7 @@ def parse(line: dict[str, Any], number: int, system: str | None) -> Item:
 
 # ----------------------------------------------------------------------------------------------------------------- run
 def run(args: argparse.Namespace) -> int:
-    """Answer the prompts that have no answer yet. Returns 1 if some could not be run."""
+    """Answer the prompts that have no answer yet. Returns 1 if any prompt failed."""
     for name in NOT_WITH_PROMPTS:
         if getattr(args, name) not in (None, False, []):
             what = "PROMPT" if name == "prompt" else arguments.option(name)
@@ -157,7 +157,7 @@ def run(args: argparse.Namespace) -> int:
 def answer_all(
     args: argparse.Namespace, llm: Llama, items: list[Item], options: dict[str, Any], raw: bool, size: int
 ) -> Iterator[tuple[Item, dict[str, Any]]]:
-    """Each item with its answer or its error, in the order of the items."""
+    """Yield each item with its answer or error, in the order of the items."""
     running: dict[Job, Item] = {}
     done: dict[Id, dict[str, Any]] = {}
     waiting = deque(items)

@@ -1,4 +1,4 @@
-"""Files and standard input, as text. Either may be missing, endless, a pipe or a terminal."""
+"""Read and write files and standard input as text. A source may be missing, endless, a pipe or a terminal."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ...system.temporary import check_writable, write_atomically
 from . import terminal
 
 LARGEST_INPUT = 2**28  # bytes read from standard input, which may be endless
-PATIENCE = 1.0  # seconds until a line says that the command waits for a pipe
+PATIENCE = 1.0  # seconds without input from a pipe, after which the command reports that it waits
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a text to a file, completely or not at all. Raises UsageError, naming the file, if that fails."""
+    """Write a text to a file, completely or not at all. If that fails, raises UsageError, which names the file."""
     try:
         write_atomically(path, text.encode())
     except OSError as error:
@@ -28,7 +28,7 @@ def write_file(path: Path, text: str) -> None:
 
 
 def check_file(option: str, path: Path) -> None:
-    """Raise UsageError if write_file would fail, before anything is computed for the file."""
+    """Raise UsageError if write_file would fail; called before the content of the file is computed."""
     if str(path) == "-" or path.is_dir() or not path.absolute().parent.is_dir():
         raise UsageError(f"{option} {path}: expected a file in an existing folder")
     try:
@@ -63,9 +63,9 @@ def _read_stdin(required: bool = True) -> str:
 
 
 def _read_piped() -> str:
-    """What a pipe, or a file from its beginning, has as standard input; '' for others. A line on stderr says so.
+    """Read standard input if it is a pipe or a file, and report this on stderr; otherwise return ''.
 
-    A file that was read in part is left alone: a shell's loop around this command reads it.
+    A file of which a part was already read is not read: a shell's loop around this command may be reading it.
     """
     text = ""
     with contextlib.suppress(OSError):  # standard input is closed
@@ -94,12 +94,12 @@ def decode(data: bytes, source: str) -> str:
 
 
 def read_prompt(args: argparse.Namespace) -> str:
-    """The parts of a prompt, separated by blank lines: an argument or --prompt, files, standard input.
+    """Read the parts of a prompt: an argument or --prompt, files, standard input. Blank lines separate the parts.
 
-    Standard input comes last if it is a pipe or a file, or at the place of '-'.
-    One line end at the end of each part is dropped, since editors and `echo` add it: \\n or \\r\\n.
+    Standard input stands at the place of '-'. Without '-', it comes last, if it is a pipe or a file. The last line end
+    of each part (\\n or \\r\\n) is dropped, since editors and `echo` add one.
 
-    Raises UsageError if there is none, rather than wait at a terminal.
+    Raises UsageError if there is no part, rather than wait for input at a terminal.
     """
     given: str | None = args.prompt
     files: list[str] = args.file
@@ -113,7 +113,7 @@ def read_prompt(args: argparse.Namespace) -> str:
     if given is not None and os.path.isfile(given):
         hint = "--file reads the file of this name, -m loads a model"
         terminal.info(f"the prompt is the text {given!r:.80}; {hint}")
-    if given not in (None, "-"):  # bytes outside the locale's encoding are lone surrogates in it
+    if given not in (None, "-"):  # in an argument, bytes outside the locale's encoding are lone surrogates
         parts.insert(0, decode(given.encode(errors="surrogateescape"), "the prompt"))
     parts = [re.sub(r"\r?\n\Z", "", part) for part in parts]
     return "\n\n".join(part for part in parts if part)

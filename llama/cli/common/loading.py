@@ -26,14 +26,15 @@ if TYPE_CHECKING:
     from ...model import Transformer
     from ...text import Llama
 
-SLOW = 2.0  # seconds
-DELAY = 1.0  # seconds of loading before its bar appears
+SLOW = 2.0  # seconds of loading after which a message recommends to quantize once
+DELAY = 1.0  # seconds of loading before the bar appears
 
 
 def prepare(args: argparse.Namespace, **overrides: Any) -> tuple[Llama, Callable[..., None]]:
-    """A model with its tokenizer but without weights, for the checks that need none, and a function that reads them.
+    """Returns a model with its tokenizer but without weights, and a function that reads the weights.
 
-    The function takes the lengths of prompt and answer, for the memory check, and reports on stderr what was loaded.
+    Before that, checks that need no weights can run. For the memory check, the function takes the number of tokens of
+    prompt and answer together. It reports on stderr what was loaded.
     `overrides` replace options of loader.LoadOptions.
     """
     from ... import loader
@@ -64,7 +65,7 @@ def prepare(args: argparse.Namespace, **overrides: Any) -> tuple[Llama, Callable
 
 
 def read_vector(args: argparse.Namespace) -> ControlVector | None:
-    """The control vector of --steer; None without it."""
+    """The control vector of --steer; None without --steer."""
     if args.steer is None:
         if (args.steer_scale, args.steer_layers) != (None, None):
             raise UsageError("--steer-scale and --steer-layers need --steer FILE")
@@ -92,7 +93,7 @@ def _steer(args: argparse.Namespace, model: Transformer, vector: ControlVector) 
 def load_model(
     args: argparse.Namespace, path: str, adapters: Sequence[str] = (), tokenizer: str | None = None, **overrides: Any
 ) -> Transformer:
-    """Load a model without its tokenizer, and report on stderr what was loaded; a `tokenizer` is only checked."""
+    """Load a model and report on stderr what was loaded. `tokenizer` is only checked, not returned."""
     from ... import loader
 
     started = time.perf_counter()
@@ -104,7 +105,7 @@ def load_model(
 
 
 def _build(plan: Plan, model: Transformer) -> Transformer:
-    """Load the weights, with a bar if that takes long."""
+    """Load the weights, with a progress bar if loading takes long."""
     from ...loader import build_plan
 
     with terminal.progress("B", unit_scale=True, leave=False, delay=DELAY) as show:
@@ -143,14 +144,14 @@ def _show_loaded(path: str, options: LoadOptions, model: Transformer, adapters: 
 
 
 def set_chat_form(args: argparse.Namespace, llm: Llama) -> None:
-    """Set the chat format and the variables of the template that the command names."""
+    """Set the chat format and the template's variables from the command's options."""
     if args.chat_format != "auto":
         llm.chat_format = args.chat_format
     llm.template_options = dict(args.template_option)
 
 
 def pick_form(args: argparse.Namespace, llm: Llama) -> bool:
-    """`set_chat_form`. Returns whether prompts are continued as plain text; then no option may need a chat."""
+    """Set the chat form. Returns whether prompts are plain text; if so, an option that needs a chat is an error."""
     from ...chat.formats import says_chat
     from ...hub.repository import hub_id
 
@@ -166,7 +167,7 @@ def pick_form(args: argparse.Namespace, llm: Llama) -> bool:
 
 
 def why_raw(args: argparse.Namespace, llm: Llama) -> str:
-    """Why prompts are continued as plain text."""
+    """The reason why prompts are continued as plain text."""
     if args.raw:
         return "--raw"
     return f"the model has no chat template; if it was trained to chat, add --chat-format {llm.chat_format or 'NAME'}"
@@ -182,7 +183,7 @@ def model_name(path_or_name: str) -> str:
 
 
 def read_lens(args: argparse.Namespace, model: Transformer) -> JacobianLens | None:
-    """The Jacobian lens of --lens; without it, that of the default model, if the model is this one, unchanged."""
+    """The Jacobian lens of --lens; without --lens, the default model's lens if the model is the unchanged default."""
     from ...hub.models import FILE, SIZE, resolve
     from ...hub.repository import pull_file
     from ...inside.jacobian import JacobianLens

@@ -1,4 +1,4 @@
-"""What generate and chat share: an answer and its statistics, and the session that is kept between runs."""
+"""Functions of generate and chat: write an answer and its statistics, load and save sessions."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
     from ...text import Completion, Llama, Piece, Stats
 
 Message = dict[str, Any]
-DELAY = 1.5  # seconds of a prompt before its bar appears
+DELAY = 1.5  # seconds of reading a prompt before a bar appears
 
 
 def write(args: argparse.Namespace, prompt: str, stream: Callable[..., Generator[Piece]], before: str = "") -> Message:
-    """Write an answer while it is generated, or as one JSON object at the end; then statistics. Returns the message.
+    """Write an answer while it is generated, or one JSON object at its end; then write statistics.
 
-    stream  begins the answer; `progress` is called while the model reads the prompt
-    before  written before the text, but not in JSON
+    stream  starts the answer; calls its argument `progress` while the model reads the prompt
+    before  text to write before the answer, but not before JSON
 
-    The thought is written only to a terminal. In a chat, Ctrl-C ends the answer, whose text may be empty. In generate,
-    it ends the program.
+    Returns the answer as a message. The thought is written only to a terminal. In a chat, Ctrl-C ends the answer, whose
+    text may be empty. In generate, Ctrl-C ends the program.
     """
     chat, text, thought, completion = args.command == "chat", "", "", None
-    bar = terminal.progress("tok", leave=False, delay=DELAY)  # it is removed when the answer begins
+    bar = terminal.progress("tok", leave=False, delay=DELAY)  # the bar is removed when the answer begins
     stopping = contextlib.suppress(*[KeyboardInterrupt] if chat else [])
     with bar as show, stopping, contextlib.closing(stream(progress=partial(show, "prompt"))) as pieces:
         for piece in pieces:
@@ -94,7 +94,7 @@ def as_dict(completion: Completion) -> dict[str, Any]:
 
 
 def check_model(args: argparse.Namespace, llm: Llama, ids: Sequence[int], options: Mapping[str, Any]) -> None:
-    """Check a prompt, the options and the session with a model whose weights are not read yet."""
+    """Check a prompt, the options and the session against a model whose weights are not read yet."""
     from ...generate import room_for
     from ...generation import session
     from ...generation.speculative import check_rope
@@ -143,14 +143,14 @@ def load_session(args: argparse.Namespace, llm: Llama) -> Session | None:
 
 
 def describe_loaded(file: str, session: Session) -> str:
-    """The size of a session that was loaded, and its last question."""
+    """A line with the size of a loaded session and its last question."""
     questions = [message["content"] for message in session.messages if message["role"] == "user"]
     more = f" and {len(session.messages)} messages; its last question is {questions[-1]!r:.80}" if questions else ""
     return f"{file}: loaded {len(session.tokens):,} tokens{more}"
 
 
 def save_session(session: Session, path: Path, model: Transformer) -> str:
-    """Save a session in a file, and return the line that says so."""
+    """Save a session in a file, and return a line that reports this."""
     size = session.save(path, model)
     return f"{path}: saved {len(session.tokens):,} tokens, {size / 1e6:,.1f} MB"
 

@@ -1,4 +1,7 @@
-"""The parser of a command: options from rows of a table, help, and usage errors in one line. Does not import torch."""
+"""The parser of a command: it makes options from rows of a table, and prints help and usage errors.
+
+Does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +22,19 @@ Row = tuple[Any, ...]
 class Group(NamedTuple):
     """The options that follow in a table, up to the next group."""
 
-    title: str | None = None  # None: the general options
+    title: str | None = None  # None for the general options
     about: str | None = None
     rare: bool = False  # whether only --help-all shows them
     exclusive: bool = False  # whether they exclude each other
 
 
 def add(parser: argparse.ArgumentParser, options: Iterable[Row | Group]) -> None:
-    """Add options. Each is a row: names, type, help and, if needed, more settings.
+    """Add options. Each option is a row: names, type, help and, if needed, more settings.
 
-    names     of the option and its value: "-m --model PATH_OR_NAME"; or of an argument and its value: "text PROMPT"
-    type      bool for a switch, a list of choices of which the first is the default, or a function that parses the text
-    settings  RARE, or keyword arguments of argparse's add_argument; the help names a default if `help` does not
+    names     an option and its value ("-m --model PATH_OR_NAME"), or an argument and its value ("text PROMPT")
+    type      bool for a switch, a list of choices (the first is the default), or a function that parses the text
+    help      the text in --help; if it names no default, the default is added
+    settings  RARE, or keyword arguments of argparse's add_argument
     """
     group: argparse._ActionsContainer = parser
     rare = False
@@ -66,7 +70,7 @@ class Formatter(argparse.HelpFormatter):
 
 
 class Brief(Formatter):
-    """Help with one line for an option: its text up to the first of ;:( if all does not fit."""
+    """Help with one line for each option: if its text is too long, only the part up to the first ; or : or (."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         text = text if len(text) <= width else re.split(r"[;(]|: ", text)[0]
@@ -90,7 +94,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {terminal.one_line(message)} (see {self.prog} --help)\n")
 
     def format_help(self, all: bool = False) -> str:
-        """The common options, one line each; or all options with their texts, by groups."""
+        """The common options in one line each, or all options in groups with their whole texts."""
         formatter = (Formatter if all else Brief)(self.prog, max_help_position=29)
         needed = [action for action in self._actions if action.required or not action.option_strings]
         formatter.add_usage(None, needed, [])
@@ -102,7 +106,7 @@ class Parser(argparse.ArgumentParser):
             formatter.start_section(title)
             formatter.add_text(about)
             for action in actions:
-                formatter.add_arguments(getattr(action, "_choices_actions", [action]))  # commands, or an option
+                formatter.add_arguments(getattr(action, "_choices_actions", [action]))  # all commands, or one option
             formatter.end_section()
         formatter.add_text(self.epilog)
         return formatter.format_help()

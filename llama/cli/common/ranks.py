@@ -1,7 +1,7 @@
 """Run a command as one of several processes that torchrun started: each has a part of the model (engine/parallel.py).
 
-All ranks run the same program. Rank 0 alone reads and writes; `first` gives the others what it has read. A rank that
-fails writes one line and ends; then torchrun, and lost connections, end the others.
+All ranks run the same program. Only rank 0 reads and writes; `first` sends its input to the other ranks. A rank that
+fails writes one line and ends; then torchrun and lost connections end the other ranks.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ ONE_PROCESS_ONLY = ("compile", "gpu_layers", "draft", "steer", "save_session", "
 
 
 def first(args: argparse.Namespace, function: Callable[[], T]) -> T:
-    """Call a function. With several ranks, only rank 0 calls it, and its result or error reaches all of them."""
+    """Call a function. With several ranks, only rank 0 calls it, and all ranks get the result or error."""
     return function() if args.world is None else args.world.first(function)
 
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Run args.run(args), as a rank if torchrun has started this process. The command finds its World in args.world."""
+    """Run args.run(args); if torchrun started this process, as a rank. args.world is then the World, otherwise None."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         check(args, argv, 1)
         return args.run(argparse.Namespace(**vars(args), world=None)) or 0
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     except (Exception, SystemExit) as error:
         if args.debug or isinstance(error, BrokenPipeError):
             raise
-        for number in (signal.SIGINT, signal.SIGTERM):  # this process ends anyway, after its line
+        for number in (signal.SIGINT, signal.SIGTERM):  # this process ends anyway, after it has written its line
             signal.signal(number, signal.SIG_IGN)
         message = terminal.describe(error)
         if isinstance(error, SystemExit):  # a signal
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 def check(args: argparse.Namespace, argv: Sequence[str], size: int) -> None:
-    """Raise UsageError for options that do not fit the number of processes."""
+    """Raise UsageError if the options do not fit the number of processes."""
     if "tensor_parallel" not in args:
         if size > 1:
             raise UsageError(f"clearllama {args.command} runs in one process; start it without torchrun")
@@ -96,7 +96,7 @@ def join(args: argparse.Namespace, store: Any, rank: int, size: int) -> argparse
 
     world = parallel.join(store, rank, size, args.device)
     world.check_same("options", str({**vars(args), "run": None, "threads": None}))
-    if args.threads is None and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun sets it to 1
+    if args.threads is None and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun sets this variable to 1
         cores = available_cores(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         runtime.set_threads(max(1, (cores or 1) // world.on_this_host))
     own: dict[str, Any] = {"world": world, "device": str(world.device)}

@@ -1,9 +1,9 @@
-"""The output of --prompts: JSON lines, and beside them a record of the model and the options that made them.
+"""The output of --prompts: a file of JSON lines, and a second file, the record of the model and options of the run.
 
 The record of answers.jsonl is answers.jsonl.run.json, one line of JSON. It holds the settings that a session file also
 holds (with a hash of the weights), hashes of the vocabulary and the chat template, the ids that begin and end a text,
-the sampling options, and the own options of lines, by id. It does not hold what changes only the rounding of sums:
-threads, batch size, --compile, the form of RoPE (except "half", which reorders the weights).
+the sampling options, and for each id the options that its line sets. Options that change only the rounding of sums are
+left out: threads, batch size, --compile, the form of RoPE (except "half", which reorders the weights).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def record_of(llm: Llama, options: Mapping[str, Any], own: Mapping[Id, Any], **c
     """The record of a run.
 
     options  the options of the command, for Llama.generate
-    own      {id: the own options of its line}
-    chat     other settings that change each prompt
+    own      {id: the options that its line sets}
+    chat     other settings on which every prompt depends
     """
     tokenizer, template = llm.tokenizer, llm.chat_template
     settings = {
@@ -58,9 +58,9 @@ def record_of(llm: Llama, options: Mapping[str, Any], own: Mapping[Id, Any], **c
 
 
 class Output:
-    """A file of answers, which is locked while it is open.
+    """A file of answers, locked while it is open.
 
-    A file with other content or without its record is never changed: it raises UsageError.
+    A file with other content, or without its record, raises UsageError and is not changed.
     """
 
     def __init__(self, name: str):
@@ -114,7 +114,7 @@ class Output:
         return done
 
     def write(self, answer: Mapping[str, Any]) -> None:
-        """Append a line."""
+        """Append an answer as one line."""
         rest = (json.dumps(answer, ensure_ascii=False, allow_nan=False) + "\n").encode()
         try:
             while rest:
@@ -125,6 +125,6 @@ class Output:
 
 
 def _shown(value: Any) -> str:
-    """A value as JSON, shortened. A hash is shortened to 12 characters."""
+    """A value as JSON, cut at 80 characters; a hash is cut at 12."""
     text = "none" if value is None else json.dumps(value)
     return text.strip('"')[:12] if len(text) == 66 else f"{text:.80}"

@@ -1,4 +1,4 @@
-"""Tables and reports of findings, as text for stdout."""
+"""Format tables and reports of findings for stdout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def table(rows: Iterable[Sequence[str]]) -> str:
 
 
 def report(findings: Iterable[Finding], as_json: bool, facts: dict[str, Any]) -> int:
-    """Print each finding as soon as it is known, and a summary; or one JSON object. Returns the exit code.
+    """Print each finding as soon as it is known, then a summary; or print one JSON object. Returns the exit code.
 
     facts  the other entries of the JSON object, except "ok"
     """

@@ -1,4 +1,4 @@
-"""Output of the command: text or JSON on stdout; its log, bars and errors on stderr. Either may be closed or full."""
+"""Output of the command: text or JSON on stdout; log, bars and errors on stderr. A stream may be closed or full."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Progress = Callable[[str, int, int], None]  # progress(what, done, total)
 
 # -------------------------------------------------------------------------------------------------------------- stderr
 def show_log(quiet: bool) -> None:
-    """Show the library's log on stderr, each record as one line; with --quiet only errors."""
+    """Show the library's log on stderr, one line for each record; with --quiet, show only errors."""
     log, handler = logging.getLogger("llama"), logging.Handler()
     handler.emit = lambda record: write_stderr(one_line(as_options(record.getMessage())))  # type: ignore[method-assign]
     log.handlers = [handler]
@@ -40,7 +40,7 @@ def error(message: str) -> None:
 
 
 def write_stderr(text: str) -> None:
-    """Write a text and a newline to stderr. Failures are ignored: they must not cost the output on stdout."""
+    """Write a text and a newline to stderr. A failure is ignored, so that the output on stdout is still written."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
@@ -86,7 +86,7 @@ def progress(unit: str, **settings: Any) -> Iterator[Progress]:
 
 
 def as_options(message: str) -> str:
-    """The message with options as the command spells them, and without Python's spelling."""
+    """The message with the command's spelling of each option only, without Python's spelling."""
     return SPELLINGS.sub(lambda x: x[3] if x[2] or x[1].replace("_", "-") == x[4] else x[0], message)
 
 
@@ -103,15 +103,15 @@ def describe(error: BaseException) -> str:
 
 
 # -------------------------------------------------------------------------------------------------------------- stdout
-# What a terminal acts on: C0 with ESC, DEL, C1, and Unicode's bidirectional controls, after which a line reads
-# differently from how it was written. The marks U+200E, U+200F and U+061C affect only their neighbours.
+# Control characters of a terminal: C0 with ESC, DEL, C1, and Unicode's bidirectional controls, which change the order
+# in which a line is shown. The marks U+200E, U+200F and U+061C are allowed: they affect only their neighbours.
 CONTROLS = re.compile("[\0-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def write(text: str, faint: bool = False) -> None:
     """Write a text to stdout and flush. On a terminal, control characters are escaped; a pipe gets the text itself.
 
-    faint  set the style, for a terminal
+    faint  write the text in the terminal's faint style
     """
     if sys.stdout.isatty():
         text = CONTROLS.sub(lambda found: found[0] if found[0] in "\n\t" else repr(found[0])[1:-1], text)

@@ -1,7 +1,7 @@
-'''The turns of a chat, typed at a terminal or read from a pipe: messages of one or more lines, and /commands.
+'''Read the turns of a chat, which are messages and /commands, from a terminal or a pipe.
 
-A line is one turn; with prompt_toolkit, text pasted at a terminal is one, too. Lines
-between """ and """ are one message.
+A line is one turn. Lines between """ and """ are one turn. With prompt_toolkit, so is a text that is pasted at a
+terminal.
 '''
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...errors import UsageError
 from . import files
 
 QUOTED = re.compile(r'\s*"""(.*)"""\s*', re.DOTALL)
-BEGUN = re.compile(r'\s*"""(?!.*""")')  # quotes that the first line opens and does not close
+BEGUN = re.compile(r'\s*"""(?!.*""")')  # the first line opens quotes and does not close them
 LONGEST_LINE = 2**24  # bytes of a line in a pipe
 
 
@@ -30,18 +30,18 @@ def is_complete(text: str) -> bool:
 
 
 def parse_turn(entered: str) -> tuple[str, bool]:
-    """The message without its quotes, or the command with its slash; and whether it is a command."""
+    """Returns a turn and whether it is a command: a message without its quotes, or a command with its slash."""
     line, quoted = entered.strip(), QUOTED.fullmatch(entered)
     if quoted or "\n" in line:  # a slash at the start of a pasted text is part of the text
         text = quoted[1] if quoted else entered
-        return re.sub(r"\A\s*\n", "", text).rstrip(), False  # no empty lines around it; its indentation is kept
+        return re.sub(r"\A\s*\n", "", text).rstrip(), False  # drop empty lines around the text, keep its indentation
     if line.startswith("//"):
         return line[1:], False
     return line, line.startswith("/")
 
 
 def read_lines(read_line: Callable[[str], str]) -> str:
-    """A turn of one or more lines. `read_line` gets a prompt and returns a line."""
+    """Read a turn of one or more lines. `read_line` shows its argument as the prompt and returns a line."""
     lines = [read_line("> ")]
     while not is_complete("\n".join([lines[0], *lines[1:][-1:]])):  # the first and the last line decide
         try:
@@ -105,9 +105,9 @@ def line_editor(commands: Sequence[str], history: Path | None) -> Callable[[], s
 
 @contextlib.contextmanager
 def no_echo() -> Iterator[None]:
-    """Hide what is typed while an answer is written, as it would stand in the answer. It is read as the next turns.
+    """Hide what the user types while an answer is written, since the terminal would show it within the answer.
 
-    Ctrl-C, which stops the answer, would also discard these lines (NOFLSH).
+    The typed lines are read as the next turns. NOFLSH keeps them when Ctrl-C stops the answer.
     """
     shown: Any = None
     with contextlib.suppress(Exception):  # Windows, or standard input is not a terminal

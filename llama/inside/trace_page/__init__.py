@@ -19,7 +19,7 @@ from typing import Any
 
 
 def render(facts: Mapping[str, Any], maps: bytes) -> str:
-    """The page as text; facts and maps are the results of `trace.facts` and `trace.packed_maps`."""
+    """The text of the page. `facts` and `maps` are the results of `trace.facts` and `trace.packed_maps`."""
     parts = {
         "style.css": read("shared.css") + read("tokens.css") + read("style.css"),
         "page.js": read("shared.js") + read("tokens.js") + read("page.js"),
@@ -27,7 +27,7 @@ def render(facts: Mapping[str, Any], maps: bytes) -> str:
     parts |= {f"hash of {name}": hashed(text) for name, text in parts.items()}
     data = json.dumps(facts, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
     parts |= {"data": packed(data), "maps": packed(maps)}
-    # One pass, so that a placeholder in an inserted text is not replaced.
+    # one call replaces all placeholders, so that a placeholder in an inserted text is not replaced
     return re.sub(r"\{\{(.+?)\}\}", lambda match: parts[match[1]], read("index.html"))
 
 

@@ -44,7 +44,7 @@ function largest(grid) {
   return [layer, best[layer]];
 }
 
-/** The mean of each value and of those before it, at most `count` values; the first value, of token 0, is left out. */
+/** The running mean of at most `count` values, up to each value; the first value, of token 0, is left out. */
 function runningMean(values, count) {
   return values.map((_, i) => {
     const last = values.slice(Math.max(1, i - count + 1), i + 1);
@@ -565,13 +565,13 @@ async function start() {
     for (const key of ["token", "layer", "head"]) id(key).value = chosen[key];
   }
 
-  // What shows what of `chosen`. All of it also depends on the width of the window and on the colours.
+  // A function that draws, and the parts of `chosen` that it shows. All also depend on the width of the window and the colours.
   const SHOWS = [[drawControls, "token", "layer", "head"], [drawStrip, "token"], [drawChange, "token"], [drawPatching],
     [drawLens, "token", "stage", "lens"], [drawLensTable, "token", "stage"], [drawHeads, "layer", "head", "heads"],
     [drawMap, "token", "layer", "head"], [drawRow, "token", "layer", "head"], [drawScale], [drawProfile, "layer", "head"],
     [drawHands, "token"], [drawTurns], [drawNorms, "layer", "head"]];
 
-  /** Draw what shows one of these parts of `chosen`. */
+  /** Call the functions that show one of these parts of `chosen`. */
   function redraw(changed) {
     for (const [draw, ...shown] of SHOWS) if (shown.some((key) => changed.includes(key))) draw();
   }

@@ -15,7 +15,7 @@ function degrees(radians) {
   return `${figures((radians * 180) / Math.PI)}°`;
 }
 
-/** Round numbers for an axis, about `about` of them: those within from .. to, and with `cover` one more above `to`. */
+/** About `about` round numbers within from .. to, for an axis; with `cover`, also the next one above `to`. */
 function niceTicks(from, to, about, cover = false) {
   if (!(to > from)) return [from];
   const rough = (to - from) / about;

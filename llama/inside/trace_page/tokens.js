@@ -23,7 +23,7 @@ function harmless(text) {
     (c) => `U+${c.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0")}`);
 }
 
-/** A complete text as it is, but for characters that change the direction of others or have no width. */
+/** A complete text in which only characters without width and those that change the text direction are replaced. */
 function plain(text) {
   return text.split(/([\n\t\u200c\u200d])/).map((part, i) => (i % 2 ? part : harmless(part))).join("");
 }
@@ -33,7 +33,7 @@ function visible(text) {
   return parts(text).map(([part]) => part).join("");
 }
 
-/** A number with two decimals, or another number of them. */
+/** A number with two decimals, or with `digits` decimals. */
 function fixed(x, plus = "", digits = 2) {
   return (x < 0 ? "−" : plus) + Math.abs(x).toFixed(digits);
 }

@@ -1,7 +1,7 @@
-/* Two questions: which vectors of the other one, put into this one, move the answer. */
+/* Compare two questions: which vectors of the other question, put into this one, move the answer? */
 "use strict";
 
-let comparing = null; // {turn, i, question, other: ids, abort, found, cell: [layer, position]}; i: the open word, found: of /look/patch
+let comparing = null; // {turn, i, question, other: ids, abort, found, cell: [layer, position]}; i: index of the open word; found: result of /look/patch
 
 function openCompare() {
   comparing = { turn: openTurn(), i: chosen.i };
@@ -37,7 +37,7 @@ async function compare() {
     }
     const word = tokens.at(-1), [here, there] = [turn.prompt.length + i, prompt.length + tokens.length - 1];
     if (here !== there || prompt.length !== turn.prompt.length) {
-      return tell(`Vectors are compared token by token, but before this word one text has ${here} tokens, and the other one ${there}. Choose a word of as many tokens.`);
+      return tell(`Vectors are compared token by token, but before this word, this text has ${here} tokens and the other text has ${there}. Change to a word of as many tokens.`);
     }
     if (word.id === one.id) return tell("Both answers have ", named(word), " here, so no vector can move the answer. Open a word that differs, or ask another question.");
     comparing.other = ids([...prompt, ...tokens.slice(0, i)]);

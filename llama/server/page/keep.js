@@ -1,7 +1,7 @@
 /* Settings, stored conversations, exports and imports, links to the open view. */
 "use strict";
 
-/** The fields with the model's defaults, or as they were changed in this tab. */
+/** Draw the fields with the model's defaults, or with the values that were set in this tab. */
 function drawSettings() {
   const own = card.meta.sampling, values = Object.keys(own).length ? { top_k: 0, top_p: 1, min_p: 0, ...own } : {};
   put("fields", ...Object.entries(FIELDS).map(([name, [label, value]]) => make("label", {}, label,
@@ -22,7 +22,7 @@ function saveSettings() {
   sessionStorage.setItem("clearllama-settings", JSON.stringify(Object.fromEntries(values)));
 }
 
-/** The store of conversations, and the result of a request to it. */
+/** stored: the store of conversations. settled: the result of a request to the store. */
 const stored = (mode = "readonly") => db.transaction("conversations", mode).objectStore("conversations");
 const settled = (request) => new Promise((resolve, reject) => {
   Object.assign(request, { onsuccess: () => resolve(request.result), onerror: () => reject(request.error) });
@@ -38,13 +38,13 @@ async function openStore() {
 
 const keep = (its) => sessionStorage.setItem("clearllama-conversation", JSON.stringify((key = its)));
 
-/** Store the conversation in place of its last state. If another tab has replaced that one, both remain. */
+/** Store the conversation in place of its last state. If another tab has replaced that state, both conversations remain. */
 function save() {
   if (!db || turns.length < 2) return;
   const store = stored("readwrite"), old = key;
   if (old) store.delete(old);
   keep([Date.now() + Math.random(), turns[1].question.slice(0, 100)]);
-  if (location.hash) history.replaceState(null, "", location.pathname); // it shows no longer what a link opened
+  if (location.hash) history.replaceState(null, "", location.pathname); // the page no longer shows what a link opened
   store.put(turns, key);
   store.transaction.onabort = () => say("The browser can't keep this conversation; export it.", keep(old));
   store.transaction.commit(); // also while the page closes
@@ -88,7 +88,7 @@ const differs = (last) => [count() > card.meta.traced && "Computed from the last
 
 async function exportAs(kind) {
   if (!path().length) return;
-  put("exported", ["html", "npz"].includes(kind) ? "The file is being computed: some seconds." : "");
+  put("exported", ["html", "npz"].includes(kind) ? "The file is being computed; this takes some seconds." : "");
   try {
     const [download, content, type, note = ""] = await EXPORTS[kind](path().at(-1));
     make("a", { download, href: URL.createObjectURL(new Blob([content], { type })) }).click();
@@ -108,7 +108,7 @@ async function load(file) {
   }
 }
 
-/** JSON that comes from outside. */
+/** Parse JSON that comes from outside. */
 const parsed = (json) => JSON.parse(json, (name, value) => {
   if (name === "__proto__") throw new Error("it has a key __proto__");
   return value;
@@ -135,7 +135,7 @@ function checked(found) {
   throw new Error("its turns are incomplete or damaged");
 }
 
-/** Show another conversation. its: its key, if it is stored */
+/** Show another conversation. its: the key of this conversation, if it is stored */
 async function replace(others, its = null) {
   while (running) await stop();
   [turns, editing, id("question").value] = [others, null, ""];
@@ -153,7 +153,7 @@ async function replace(others, its = null) {
 // ------------------------------------------------------------------------------------------------ links to the open view
 const [LONGEST, LARGEST] = [4096, 200_000]; // characters of a view in a link, and of the JSON in it
 
-/** The open view: the turns that are shown, and what is open. short: with two alternatives of a word that is not open, for a link */
+/** The open view: the turns that are shown, and what is open. short: for a link, keep two alternatives of words that are not open */
 function view(short) {
   const shown = path(), brief = ({ left, warm, ...one }) => ({ ...one, top: one.top.filter((other) => other.id === one.id || other === rivals(one)[0]) });
   const words = (turn) => turn.tokens.map((one, i) => (short && !(chosen?.turn === turn.n && chosen.i === i) ? brief(one) : one));

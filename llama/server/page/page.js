@@ -4,10 +4,10 @@
    (an alternative token, another seed, an edited question, a head switched off) is a sibling. Nothing is deleted: IndexedDB keeps it. */
 "use strict";
 
-// name: [label, default] of a number; the other settings are in index.html
+// name of a numeric setting: [label, default]; the other settings are in index.html
 const FIELDS = { temperature: ["Temperature", 0.8], top_k: ["Top-k (0 is off)", 0], top_p: ["Top-p (1 is off)", 0.95],
   min_p: ["Min-p (0 is off)", 0.05], repetition_penalty: ["Repetition penalty (1 is off)", 1], max_tokens: ["Longest answer", 512] };
-// stage between the model's probabilities and the draw: [label, what it does, given the largest probability after the temperature]
+// stage between the model's probabilities and the draw: [label, function that says what the stage does]; warm is the largest probability after the temperature
 const STAGES = {
   penalties: ["repetition penalty", ({ repetition_penalty: x }) => `makes words already used less probable (${x})`],
   grammar: ["the JSON schema", () => "drops the words that do not fit"],
@@ -19,25 +19,25 @@ const STAGES = {
 };
 const CHATS = ["What is the capital of Japan?", "Why is the sky blue?", "Name three fruits, one on each line."];
 const TEXTS = ["In the beginning God", "And he said unto them,", "The capital of Japan is"];
-const ENDS = { length: "largest length", context: "context full", stopped: "stopped", gone: "server gone" }; // of an incomplete answer
+const ENDS = { length: "largest length", context: "context full", stopped: "stopped", gone: "server gone" }; // why an answer is incomplete
 
-const saved = JSON.parse(id("saved")?.textContent ?? "null"); // the view that this file holds, if it was saved and has no server
+const saved = JSON.parse(id("saved")?.textContent ?? "null"); // the view in this file; null if a server sent the page
 let card = null; // the model, from /v1/models
 let turns = [{ n: 0, children: [], active: 0 }]; // turn 0 is the root
 let chosen = null; // the open token: {turn, i}, and what was chosen in its panel: against, head, key
-let inside = null; // what /look/inside returned for it
+let inside = null; // what /look/inside returned for the open token
 let texts = false; // whether the next conversation continues texts, without the chat template
 let editing = null; // the turn whose question is being edited
 let running = null; // {turn, abort, done}
 let lost = false; // whether the server is gone
-let keyed = false; // whether the last move came from the keyboard: only then, letters act in the focused answer
-let db = null; // the stored conversations: turns by [time of the last change, title]
-let key = null; // of this conversation there; null until it is stored
-const seen = new Map(); // request -> inside, of the last 50: one has 40 kB at 1,500 tokens
+let keyed = false; // whether the last move came from the keyboard; only then do letters act in the focused answer
+let db = null; // the store of conversations: [time of the last change, title] -> turns
+let key = null; // the key of this conversation in db; null until it is stored
+const seen = new Map(); // request -> inside, for the last 50 requests; at 1,500 tokens, an inside has 40 kB
 const answers = new Map(); // turn -> its element
 
 const ids = (tokens) => tokens.map((one) => one.id);
-const bytes = (one) => (one.control ? [] : one.bytes ?? new TextEncoder().encode(one.text)); // none of a control token
+const bytes = (one) => (one.control ? [] : one.bytes ?? new TextEncoder().encode(one.text)); // a control token has none
 const hex = (one) => bytes(one).map((byte) => byte.toString(16).toUpperCase().padStart(2, "0")).join(" ");
 const decoder = () => new TextDecoder("utf-8", { ignoreBOM: true });
 const textOf = (tokens) => decoder().decode(Uint8Array.from(tokens.flatMap((one) => [...bytes(one)])));
@@ -56,15 +56,15 @@ const current = () => (chosen ? openTurn() : path().at(-1));
 const isText = (turn) => !card.meta.template || turn.raw;
 /** A token of a turn: i of the answer, or of the prompt, where it is negative and counts from the end. */
 const wordAt = (turn, i) => (i < 0 ? turn.prompt.at(i) : turn.tokens[i]);
-const before = (turn, i) => (i < 0 ? ids(turn.prompt).slice(0, i) : [...ids(turn.prompt), ...ids(turn.tokens.slice(0, i))]); // the ids before it
+const before = (turn, i) => (i < 0 ? ids(turn.prompt).slice(0, i) : [...ids(turn.prompt), ...ids(turn.tokens.slice(0, i))]); // the ids before token i
 /** The open token. Only a look knows the probabilities of one in the prompt. */
 const openWord = () => ({ top: [], ...wordAt(openTurn(), chosen.i), ...chosen.found });
-const place = (turn) => `${turns[turn.parent].children.indexOf(turn.n) + 1}/${turns[turn.parent].children.length}`; // among its siblings
+const place = (turn) => `${turns[turn.parent].children.indexOf(turn.n) + 1}/${turns[turn.parent].children.length}`; // its number among its siblings
 const rivals = (one) => one.top.filter((other) => other.id !== one.id); // the words that a token can be compared with
 
 // ------------------------------------------------------------------------------------------------------------ the server
-class Refused extends Error {} // by the server
-class Gone extends Error {} // no answer: all other errors are the page's own
+class Refused extends Error {} // the server refused the request
+class Gone extends Error {} // the server does not answer; all other errors are the page's own
 
 /** What the network delivers; if it fails, and not because we cancelled it, the server is gone. */
 const delivered = (promise, signal) => promise.catch((error) => {
@@ -280,7 +280,7 @@ function outcome(turn) {
 function receive(turn, event) {
   if (event.error) throw new Refused(event.error.message);
   if (event.prompt) Object.assign(turn, { prompt: event.prompt, seed: event.seed });
-  if (event.prompt && isText(turn)) draw(); // its words take the place of the text
+  if (event.prompt && isText(turn)) draw(); // the tokens of the prompt replace the text
   id("reading").hidden = !event.read || event.read === event.of;
   if (event.read) id("reading").value = event.read / event.of;
   if (event.end) turn.end = event.end;
@@ -408,7 +408,7 @@ function step(turn, by) {
 
 function edit(turn) {
   editing = turn;
-  if (innerWidth < 1000) unselect(); // the sheet takes the place of the question
+  if (innerWidth < 1000) unselect(); // the panel would cover the question
   id("question").value = turn.question;
   drawOff();
   id("question").focus();
@@ -433,7 +433,7 @@ const ACTIONS = {
   off: () => inside && switchOff(inside.head.head),
   ...PANEL,
 };
-// what a key of the keyboard does when a turn is shown; single characters only in an answer that was focused by the keyboard
+// what a key of the keyboard does when a turn is shown; single characters act only in an answer that the keyboard focused
 const KEYS = {
   Escape: () => (running ? stop() : chosen ? unselect() : id("question").focus()),
   ArrowLeft: () => moveBy(-1),

@@ -41,7 +41,7 @@ function spelled(one) {
 /** A token as sentences name it. */
 const named = (one) => spelled({ ...one, text: one.text?.replace(/^ (?=\S)/, "") });
 
-/** The table of words: what the model computed, and what the word was drawn with, in bars of one scale. */
+/** The table of words: for each word, a bar for the model's probability and one for its chance to be drawn, in one scale. */
 function drawWords() {
   const turn = openTurn(), one = openWord(), given = chosen.i < 0, { left = {}, top } = one, stages = Object.keys(left);
   const rest = (name) => Number(Math.max(0, 1 - top.reduce((sum, other) => sum + (other[name] ?? 0), 0)).toFixed(4));
@@ -51,7 +51,7 @@ function drawWords() {
   drawSentence();
   id("take").hidden = given;
   put("linked", given ? "A word of your text: the model’s probabilities are computed now, and nothing was drawn. To change it, edit the text."
-    : one.left ? "" : "Only for the word that was open, a link holds all alternatives and what the filters did.");
+    : one.left ? "" : "Only for the word that was open does a link hold all alternatives and what the filters did.");
   const others = one.p === undefined ? [] : [{ p: rest("p"), ...(given ? {} : { q: rest("q") }) }];
   put("alternatives", ...[...top, ...others].map((other, k) => {
     const current = other.id === one.id, cutHere = other.cut && k && !top[k - 1].cut;
@@ -75,7 +75,7 @@ function drawWords() {
     other.bytes ? hex(other) : plain(other.text))));
 }
 
-/** Go on with a word of one's own in place of the open token; a space before that token stays. */
+/** Continue with the user's own word in place of the open token; a space at the start of that token stays. */
 function takeOwn(event) {
   event.preventDefault();
   const turn = openTurn(), one = turn.tokens[chosen.i], text = id("own").value;
@@ -83,7 +83,7 @@ function takeOwn(event) {
   if (text) branch(turn, turn.tokens.slice(0, chosen.i), { first: chosen.i, own });
 }
 
-/** Go on with the k-th alternative of the open token. */
+/** Continue with the k-th alternative in place of the open token. */
 function take(k) {
   const turn = openTurn(), one = openWord(), other = one.top[k];
   if (chosen.i < 0 || !other || other.id === one.id) return;
@@ -129,10 +129,10 @@ async function inspect(body, show, tell, signal, kind = "inside") {
   }
 }
 
-/** Whether the inside is that of the open word. */
+/** Whether `inside` belongs to the open word. */
 const known = () => Boolean(inside && chosen?.known);
 
-/** Show why the inside is not there. */
+/** Show why there is no inside. */
 function wait(text) {
   if (text) {
     inside = null;
@@ -141,21 +141,21 @@ function wait(text) {
   put("waiting", text);
 }
 
-/** The word that the open one is compared with: the one that it replaced, else one of at least .1, else the first whole word or number. */
+/** The word to compare the open word with: the word that it replaced, else a word with p >= .1, else the first whole word or number. */
 function rival(one) {
   const others = rivals(one), replaced = chosen.i === openTurn().first && turns[openTurn().source]?.tokens[chosen.i];
   return others.find((other) => other.id === replaced?.id)
     ?? others.find((other) => other.p >= 0.1 || /^ ?(\p{L}{3,}|\p{N}+)$/u.test(other.text)) ?? others[0];
 }
 
-/** The token at a position of the text: of the prompt or of the answer. */
+/** The token at a position of the text, which is the prompt and the answer. */
 const at = (position) => openTurn().prompt[position] ?? openTurn().tokens[position - openTurn().prompt.length];
 
-/** A head or the MLP of a layer, which is the number after those of the heads. */
+/** A part is [layer, head]; the number after the last head stands for the MLP of the layer. */
 const isHead = (part) => part[1] < card.meta.n_heads;
 const partName = (part) => (isHead(part) ? `head ${part.join(".")}` : `MLP ${part[0]}`);
 
-/** 1 if the model prefers the open word to the other one, else -1. Effects are told for the word that it prefers. */
+/** 1 if the model prefers the open word to the other one, else -1. Effects are shown for the word that it prefers. */
 const side = () => (inside.difference < 0 ? -1 : 1);
 const other = () => rivals(openWord()).find((one) => one.id === chosen.against);
 /** The two words: the one that the model prefers, then the other one. */
@@ -166,7 +166,7 @@ const bySize = (rows) => rows.sort(([a], [b]) => Math.abs(b) - Math.abs(a));
 
 /** What the heads add directly, by source token. */
 const direct = () => inside.by_token.map((x) => side() * x);
-/** What the difference loses if the last token does not read a token, for each of them; null until it is known. */
+/** For each token, what the difference loses if the last token does not read it; null until this is known. */
 const losses = () => seen.get(`${sourcesBody()} sources`)?.without.map((x) => side() * (inside.difference - x)) ?? null;
 const sourcesBody = () => inspection({ against: chosen.against });
 
@@ -181,12 +181,12 @@ function words() {
   });
   return found;
 }
-/** Words by the size of what their tokens together, or the strongest of them, contribute. */
+/** Words, sorted by what they contribute: `of` is `sum` of their tokens, or `strongest` of them. */
 const ranked = (values, of) => bySize(words().map((all) => [of(all.map((position) => values[position])), all]));
 const sum = (all) => all.reduce((a, b) => a + b, 0), strongest = (all) => all.reduce((a, b) => (Math.abs(b) > Math.abs(a) ? b : a));
 const wordOf = (all) => [named(all[1] ? { text: all.map(textAt).join("").replace(/^(.{24}).+$/s, "$1…") } : at(all[0])), make("sub", {}, all[0])];
 
-/** The positions of the question in its prompt: [position, its bytes], none if they are not found there. */
+/** The positions of the question in its prompt: [position, its bytes]; empty if the question is not found there. */
 function asked(turn) {
   const binary = (all) => Array.from(all, (byte) => String.fromCharCode(byte)).join(""), text = binary(new TextEncoder().encode(turn.question.trim()));
   const pieces = turn.prompt.map((one) => (one.control ? "\0" : binary(bytes(one)))), whole = `${pieces.join("")}\0`, found = whole.lastIndexOf(`${text}\0`);
@@ -263,7 +263,7 @@ const placed = (position) => [position === 0 ? "first token" : named(at(position
 /** What the model computes with a further head or MLP layer off, if it was measured. */
 const without = (part) => inspection({ against: chosen.against, off: [...openTurn().off, part] });
 
-/** Heads and MLP layers, those with the largest effects first, then the sums of all others: together the difference. */
+/** List heads and MLP layers, largest effects first, then the sums of all others. The rows add up to the difference. */
 function drawParts() {
   const { n_heads, n_layers } = card.meta, { embedding, heads, mlps } = inside.effects, open = `${chosen.part ?? inside.head.head}`;
   const all = [...inside.heads.map((one) => ({ ...one, part: one.head })), ...inside.layers.map((effect, layer) => ({ part: [layer, n_heads], effect }))]
@@ -421,7 +421,7 @@ function drawHead() {
   drawPairs();
 }
 
-/** What each pair adds to the score at a distance: q and k are rotated already, for the distance that they have. */
+/** What each pair adds to the score at a distance. q and k are already rotated for their real distance. */
 function pairs({ q, k, frequencies, weights, key }, distance) {
   const more = distance - (weights.length - 1 - key);
   return frequencies.map((w, i) => {
@@ -462,7 +462,7 @@ function tab(name) {
   if (inside) [drawPairs, drawCurves].forEach((draw) => draw()); // a hidden chart has no width
 }
 
-/** Let arrow keys move among the buttons of an element: to the left and right, and by so many up and down. */
+/** Let arrow keys move among the buttons of an element: left and right by one, up and down by columns(). */
 function arrows(name, columns) {
   id(name).addEventListener("keydown", (event) => {
     const by = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns(), ArrowDown: columns() }[event.key];
