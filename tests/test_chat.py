@@ -425,7 +425,7 @@ for _ in range(100):
     ("messages", "reason"),
     [
         ([], "at least one message"),
-        ([[{"role": "user", "content": "a"}]], "list of one conversation"),
+        ([[{"role": "user", "content": "a"}]], "one conversation"),
         (["hello"], "messages[0] must be an object"),
         ([{"role": "user"}], "messages[0].content is missing"),
         ([{"role": "user", "content": ["a"]}], "content must be a string"),

@@ -38,7 +38,7 @@ DEEPEST_JSON = 64  # levels; the functions that traverse it are recursive
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     """Validated messages in a uniform shape. Raises UsageError, which names the wrong message and key."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages or isinstance(messages[0], list):
-        raise UsageError(f"messages must be the list of one conversation with at least one message, got {shown(messages)}")
+        raise UsageError(f"messages must be one conversation, a list with at least one message, got {shown(messages)}")
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 

@@ -70,7 +70,7 @@ def _records(*tensors: Tensor) -> bool:
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer in 2 to 8 bits. The result has the dtype of x; a subclass has the weight and the product with it."""
+    """A linear layer in 2 to 8 bits. A subclass has the weight, and the product, which has the dtype of x."""
 
     bias: Tensor | None
     product: Callable[[Tensor], Tensor]  # (.., in) -> (.., out), without the bias
