@@ -72,7 +72,7 @@ class Forked:
     ) -> int:
         """Start a child and return its process id. A child that a failed test has left is killed first."""
         if self.child:
-            self._kill()
+            self.kill()
             self.finish()
         self.args, self.work = args, tempfile.TemporaryDirectory()
         self.files = [Path(self.work.name) / name for name in ("stdin", "stdout", "stderr")]
@@ -111,13 +111,14 @@ class Forked:
         assert self.server.stdout is not None
         return [int(word) for word in self.server.stdout.readline().split()]
 
-    def _kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):  # it has ended
+    def kill(self) -> None:
+        """Kill the child, unless it has ended."""
+        with contextlib.suppress(ProcessLookupError):
             os.kill(self.child, signal.SIGKILL)
 
     def close(self) -> None:
         if self.child:
-            self._kill()
+            self.kill()
         self.server.communicate()  # the server exits at the end of its stdin
 
 

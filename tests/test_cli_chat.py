@@ -97,7 +97,7 @@ class Terminal:
 
     def close(self) -> None:
         if self.running:
-            os.kill(self.pid, signal.SIGKILL)
+            self.forked.kill()
             self.forked.finish()
         if self.child.child_fd >= 0:
             self.hang_up()

@@ -1042,7 +1042,7 @@ def test_10000_requests_leak_nothing(forked: Forked, tiny_gguf: Path) -> None:
         *((["--host", host], "--no-auth") for host in ("0.0.0.0", "::", "")),
         (["--host", "0.0.0.0", "--api-key", "EMPTY"], "expected a key"),
         (["--api-key", "TWO LINES"], "expected a key"),
-        (["--api-key", "nowhere/key"], "nowhere/key"),
+        (["--api-key", "nowhere/key"], "set CLEARLLAMA_API_KEY"),
         (["--host", "192.0.2.1", "--no-auth"], "192.0.2.1"),
         *(([option, "-1"], option) for option in ("--port", "--parallel", "--queue", "--timeout")),
     ],
