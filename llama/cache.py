@@ -16,8 +16,8 @@ from . import checks
 from .errors import ContextLengthError, UsageError
 
 FIRST_SLOTS = 1024  # tokens that a cache has room for before it first grows
-# A cache adds at most this many slots at once, unless more are needed. Decoding reads the complete cache for each token:
-# a copy every few thousand tokens adds about a thousandth. Doubling would leave half of a long cache empty.
+# A cache adds at most this many slots at once, unless more are needed. Decoding reads the whole cache for each token: a
+# copy every few thousand tokens adds about a thousandth. Doubling would leave half of a long cache empty.
 LARGEST_STEP = 4096
 
 

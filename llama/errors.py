@@ -1,4 +1,4 @@
-"""The errors this package raises. Each message is one line with what was expected, what was found, the cause and the remedy."""
+"""The errors this package raises. Each message is one line: the expected, the found, the cause and the remedy."""
 
 
 def one_line(text: str) -> str:
@@ -33,7 +33,7 @@ class CheckpointError(LlamaError):
 
 
 class DamagedError(CheckpointError):
-    """A file contradicts itself or is truncated. `args` must not have the remedy: pickle makes a new error from them."""
+    """A file contradicts itself or is truncated. `args` lack the remedy, since pickle makes errors from them."""
 
     def __str__(self) -> str:
         return f"{super().__str__()}; the file is damaged or incomplete, download it again"

@@ -62,7 +62,7 @@ def freqs_cis_at(positions: Tensor, inv_freq: Tensor, attention_factor: float = 
 
 
 def apply_rotary_emb(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate queries (B, T, H, D) and keys (B, T, KV, D) by freqs_cis (T, D/2), or (B, T, D/2) if rows differ in position.
+    """Rotate queries (B, T, H, D) and keys (B, T, KV, D) by freqs_cis (T, D/2), or (B, T, D/2) if the rows differ.
 
     Meta's semantics: entries 2i and 2i + 1 form pair i. Shapes and dtypes are kept; the rotation is float32.
     Raises UsageError unless freqs_cis has exactly one row for each of the T tokens.
@@ -161,7 +161,7 @@ def _apply_half(xq: Tensor, xk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tenso
 
 
 class Form(NamedTuple):
-    """A way to compute the rotation: the function, the layout of wq and wk, and a function from freqs_cis to a table."""
+    """A way to compute the rotation: a function, the layout of wq and wk, and a function from freqs_cis to a table."""
 
     apply: Callable[..., tuple[Tensor, Tensor]]
     layout: Layout
@@ -226,7 +226,7 @@ class Rope:
     def freqs_cis(self, positions: Tensor, seq_len: int) -> FreqsCis:
         """The table's rows for positions (T,) or (B, T) below `seq_len`, on the same device: (T, D/2) or (B, T, D/2).
 
-        In the form half, the last axis is D. seq_len is the length that the frequencies are for. The caller passes it, as
+        In the form half, the last axis is D. seq_len is the length that the frequencies are for. The caller passes it:
         reading the largest position from a GPU blocks. Raises ContextLengthError if seq_len is beyond max_seq_len.
         """
         if seq_len > self.max_seq_len:

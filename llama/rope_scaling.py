@@ -2,7 +2,7 @@
 
 RoPE rotates pair i of a head by the angle  position * inv_freq[i],  with  inv_freq[i] = theta^(-2i/D)  (RoFormer,
 arXiv:2104.09864). A scaling changes these D/2 numbers, and may multiply cos and sin by an attention factor. It
-changes nothing else, so each scaling is a function. Everything is computed in float64 and rounded to float32 once, at the end.
+changes nothing else, so each scaling is a function. Everything is computed in float64, then rounded to float32.
 
 The kinds and their parameters are those of transformers' modeling_rope_utils.py; `ntk` and `divisors` are additions.
 The factor of `dynamic` is relative to the model's context, as in transformers.
@@ -127,7 +127,7 @@ def yarn(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
     *("factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"), by_length=True
 )
 def longrope(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """LongRoPE (arXiv:2402.13753): a divisor per pair. A list for texts up to the trained length, one for longer texts."""
+    """LongRoPE (arXiv:2402.13753): a list of divisors for texts up to the trained length, one for longer texts."""
     trained = _trained_length(base.max_seq_len, scaling)
     if trained <= 1:
         raise ConfigError(f"rope scaling longrope: the trained length must be above 1, got {trained:g}")
