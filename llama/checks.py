@@ -92,7 +92,7 @@ def positions_of(tokens: Tensor, positions: Tensor | None) -> Tensor | None:
     import torch
 
     for name, ids in (("tokens", tokens), ("positions", tokens if positions is None else positions)):
-        if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int64, torch.int32):  # casts truncate
+        if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int64, torch.int32):  # casts truncate floats
             raise UsageError(f"{name} must be a tensor of int64, as torch.tensor([[1, 2]]), got {shown(ids)}")
     if tokens.dim() != 2:
         raise UsageError(f"tokens must be (B, T), got {tuple(tokens.shape)}")

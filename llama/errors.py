@@ -1,4 +1,4 @@
-"""The errors this package raises. Each message is one line: the expected, the found, the cause and the remedy."""
+"""The errors this package raises. Each message is one line: what was expected and found, the cause, the remedy."""
 
 
 def one_line(text: str) -> str:

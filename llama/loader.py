@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 PathOrName = str | os.PathLike[str] | None
 LOG = logging.getLogger(__name__)
-SMALL, LARGE = 2**22, 2**27  # several threads read the weights that take between so many bytes in the model
+SMALL, LARGE = 2**22, 2**27  # bytes in the model: several threads read the weights between these sizes
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,7 @@ def make_plan(checkpoint: Checkpoint, options: LoadOptions) -> Plan:
 
 
 def with_rope(config: ModelConfig, scaling: Mapping[str, Any] | None = None, theta: float | None = None) -> ModelConfig:
-    """The configuration with another scaling or base; None keeps it; rope_type "default" removes the scaling.
+    """The configuration with another scaling or base (None: no change). rope_type "default" removes the scaling.
 
     A new scaling applies to the unscaled frequencies, so the context becomes the length those were trained for (the
     replaced scaling's original_max_position_embeddings, if it has one). scaling may contain a rope_theta, as files of
@@ -333,7 +333,7 @@ def check_memory(plan: Plan) -> None:
     """Raise MemoryLimitError if weights, cache and activations do not fit into the free memory of a device."""
     options, placement, size = plan.options, plan.placement, plan.dtype.itemsize
     tokens = min(FIRST_SLOTS if options.tokens is None else options.tokens, plan.max_seq_len)
-    chunk = prompt_chunk(placement.layers[-1])  # for KVCache.device: all layers get the same chunks
+    chunk = prompt_chunk(placement.layers[-1])  # of KVCache.device: all layers get the same chunks
     for device in dict.fromkeys((*placement.layers, placement.output)):
         weights = sum(weight.memory_footprint for weight in plan.weights.values() if weight.device == device)
         part = dataclasses.replace(plan.config, n_layers=placement.layers.count(device) or 1, no_rope_layers=())
@@ -359,7 +359,7 @@ def fill(model: Transformer, plan: Plan, progress: Progress | None = None) -> No
         attend = Attend(pick_attention(device, plan.options.fast))
         model.set_submodule(f"layers.{i}.attention.attend", attend)
     # numpy converts what the kernels can't, and releases the GIL, so several threads use several cores. For a small
-    # weight, passing the GIL takes longer than threads save. Large weights follow one another: one is in memory twice.
+    # weight, passing the GIL takes longer than threads save. Large weights are read singly: each is in memory twice.
     sizes = {
         name.removesuffix(".weight"): planned.memory_footprint
         for name, planned in plan.weights.items()

@@ -85,7 +85,7 @@ def top_k(logits: Tensor, k: int) -> Tensor:
 
 
 def top_p(logits: Tensor, p: float) -> Tensor:
-    """Keep the fewest most probable tokens, at least one, whose total probability reaches p; mask the others.
+    """Mask all but the smallest set of most probable tokens, at least one, whose total probability reaches p.
 
     Of equally probable tokens, those with lower ids come first.
     """
@@ -184,8 +184,8 @@ class SamplingParams:
     regex: str | None = option(None, "a regular expression that the whole answer matches", group="grammar")
     grammar: str | None = option(None, "a grammar in Lark syntax that the answer matches", group="grammar")
     logprobs: bool = option(False, "True: the log-probability of each new token", group="scores")
-    top_logprobs: int = option(0, "also those of the N most probable tokens", (0, MOST_TOP_LOGPROBS), group="scores")
-    prompt_logprobs: bool = option(False, "True: also those of the prompt's tokens; not with a draft", group="scores")
+    top_logprobs: int = option(0, "also log-probabilities of the N best tokens", (0, MOST_TOP_LOGPROBS), group="scores")
+    prompt_logprobs: bool = option(False, "True: also log-probabilities of the prompt; without a draft", group="scores")
 
     def __post_init__(self) -> None:
         for name, field in OPTIONS.items():
@@ -359,7 +359,7 @@ def choose(
     """The next ids (..) from logits (.., V) of answers with equal options, and `extreme` of the logits (..).
 
     One generator for each row; text and allowed are those of `probs`. Only a bias, a processor or `allowed` may make
-    this function wait for a GPU. If a logit is NaN, the id is arbitrary; `check_extreme` finds out.
+    this function wait for a GPU. If a logit is NaN, the id is arbitrary; `check_extreme` detects it.
     """
     simple = reads_are_free(logits) and {*params.filters.values()} <= {*KEEP_BEST}
     late = params.filters.keys() if simple else ()

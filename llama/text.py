@@ -119,7 +119,7 @@ class Llama:
 
         For a list of prompts, the result is a list of completions, the same as from a call for each prompt. batch_size
         prompts run at once; draft and session are not allowed. The first error ends all of them; its message gives the
-        prompt's number. Called as progress(finished prompts, all prompts); for a single prompt, as in `stream_ids`.
+        prompt's number. progress gets the numbers of finished and of all prompts; for one prompt, see `stream_ids`.
         """
         checks.instance("progress", progress, Callable | None, "a function")
         if isinstance(prompt, str):
@@ -209,7 +209,7 @@ class Llama:
         )
 
     def thoughts(self, ids: Sequence[int], messages: Dicts = ()) -> Thoughts:
-        """How the answer to the conversation in `ids` begins, inside a thought or not: `stream_ids` needs to know."""
+        """How the answer to the conversation in `ids` begins, inside a thought or not. Pass it to `stream_ids`."""
         template = TEMPLATES.get(self.chat_format or "", self.chat_template)
         answer = messages[-1]["content"] if continues_answer(messages) else ""
         return find_thoughts(self.tokenizer, template, ids, answer)
