@@ -30,7 +30,7 @@ __all__ = [
     "Transformer", "__version__", "apply_rotary_emb", "apply_rotary_emb_real", "apply_rotary_pos_emb",
     "inverse_frequencies", "load", "load_model", "load_tokenizer", "precompute_freqs_cis", "quantize", "rotate_half",
 ]  # fmt: skip
-# Modules that import torch, which takes a second, are last: `clearllama --help` should not do that.
+# Modules that import torch, which takes a second, are last: `clearllama --help` should not import torch.
 MODULES = ("errors", "config", "sampling", "tokenizer", "rope", "model", "text", "loader", "tools.convert")
 
 

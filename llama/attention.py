@@ -39,8 +39,8 @@ def sdpa(q: Tensor, k: KeysOrValues, v: KeysOrValues, mask: Tensor | None = None
     q (B, H, T, D); k, v (B, KV, S, D); mask bool, True where a query sees a key, broadcast to (B, H, T, S), or None
     if every query sees every key. Returns (B, H, T, D).
 
-    is_causal is never used: PyTorch aligns that triangle top-left, so with T queries and S > T cached keys the first
-    query would see the first key only.
+    is_causal is never used: PyTorch's triangular mask starts at the top left, so with T queries and S > T cached keys
+    the first query would see the first key only.
     """
     q, k, v = dequantized(q, k, v)
     if q.shape[2] == 1:  # one query: the heads of a group become queries of one head, so keys are not repeated

@@ -16,8 +16,8 @@ from . import checks
 from .errors import ContextLengthError, UsageError
 
 FIRST_SLOTS = 1024  # tokens that a cache has room for before it first grows
-# The most slots that a cache adds at once, unless more are needed. Decoding reads the complete cache for each token, so
-# a copy every few thousand tokens adds a thousandth to this; doubling would leave half of a long cache empty.
+# A cache adds at most this many slots at once, unless more are needed. Decoding reads the whole cache for each token: a
+# copy every few thousand tokens adds about a thousandth. Doubling would leave half of a long cache empty.
 LARGEST_STEP = 4096
 
 
@@ -55,18 +55,18 @@ class LayerCache:
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> LayerCache:
-        """A cache of zeros. torch.empty could hold NaN, and a masked slot has weight 0, but 0 times NaN is NaN."""
+        """A cache of zeros. torch.empty could hold NaN: a masked slot has weight 0, but 0 times NaN is NaN."""
         return cls([_zeros(shape, dtype, device) for _ in range(2)])
 
     def rows(self, rows: slice) -> LayerCache:
-        """Some rows of the batch, as a view. It takes the buffers from this cache, so it stays valid when they grow."""
+        """A view of some rows of the batch. It reads the buffers from this cache, so it stays valid when they grow."""
         part = type(self)([], self, rows)
         part.key_offset = self.key_offset
         return part
 
     @property
     def buffers(self) -> list[Tensor]:
-        if self._parent is not None and self._source is not self._parent.buffers:  # new, or the parent has grown
+        if self._parent is not None and self._source is not self._parent.buffers:  # first use, or the parent has grown
             self._source = self._parent.buffers
             self._buffers = [buffer[self._rows] for buffer in self._source]
         return self._buffers
@@ -77,7 +77,7 @@ class LayerCache:
         return keys, values
 
     def write(self, new: Sequence[Tensor], positions: Tensor) -> list[Tensor]:
-        """Write each of `new` (B, KV, T, ..) into its buffer at positions (T,) or (B, T); return the filled slots."""
+        """Write each of `new` (B, KV, T, ..) into its buffer at positions (T,) or (B, T); return the visible slots."""
         for buffer, part in zip(self.buffers, new, strict=True):
             if positions.dim() == 1:
                 buffer.index_copy_(2, positions, part)
@@ -128,28 +128,28 @@ class QuantizedLayerCache(LayerCache):
 
     def floats(self) -> tuple[Tensor, Tensor]:
         k, v, k_scale, v_scale = self.buffers
-        keys = hadamard(QuantizedKV(k, k_scale).dequantize(torch.float32))  # its own inverse
+        keys = hadamard(QuantizedKV(k, k_scale).dequantize(torch.float32))  # hadamard is its own inverse
         keys = keys if self.key_offset is None else keys + self.key_offset
         return keys, QuantizedKV(v, v_scale).dequantize(torch.float32)
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Zeros that can be written to inside and outside torch.inference_mode, even if they are made inside it."""
+    """Zeros that can be modified inside and outside torch.inference_mode, wherever they were made."""
     with torch.inference_mode(False):
         return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def quantize_kv(x: Tensor) -> QuantizedKV:
     """Quantize (B, KV, T, D) to -127 .. 127, with the scale that maps each head's largest absolute entry to 127."""
-    scale = x.float().abs().amax(-1) / 127  # (B, KV, T); NaN if x holds one, so that dequantizing returns NaN too
+    scale = x.float().abs().amax(-1) / 127  # (B, KV, T); NaN if x holds NaN, so that dequantizing returns NaN too
     steps = torch.where(scale == 0, 1, scale).unsqueeze(-1)  # (B, KV, T, 1)
     return QuantizedKV((x.float() / steps).round().nan_to_num(0).to(torch.int8), scale)
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """Rotate the last axis by a Hadamard matrix over sqrt(n), in runs of n entries: (.., D) -> (.., D).
+    """Multiply each run of n entries of the last axis by a Hadamard matrix / sqrt(n): (.., D) -> (.., D).
 
-    n is the largest power of two that divides D. The rotation is its own inverse. It spreads a large entry over all n.
+    n is the largest power of two that divides D. This rotation is its own inverse. It spreads large entries over a run.
     """
     step, n = 1, x.shape[-1] & -x.shape[-1]
     while step < n:
@@ -160,7 +160,7 @@ def hadamard(x: Tensor) -> Tensor:
 
 KINDS: dict[str, type[LayerCache]] = {"model": LayerCache, "int8": QuantizedLayerCache}  # "model": the model's dtype
 
-# Called with (size, slots, device) before a cache allocates `size` bytes on a device to grow to `slots` slots in all;
+# Called with (size, slots, device) before a cache allocates `size` bytes on a device, to have `slots` slots afterwards;
 # raises MemoryLimitError if the memory is not free. Implemented by system.memory.check_growth.
 MemoryCheck = Callable[[int, int, torch.device], None]
 
@@ -170,7 +170,7 @@ class KVCache:
 
     The generation code creates the cache and passes it in. For 2 cached tokens and 3 new ones:
 
-        place(3)                     positions [2, 3, 4]; from now on the keys reach to slot 4
+        place(3)                     positions [2, 3, 4]; the keys now reach to slot 4
         layers[0].update(k, v, ..)   writes slots 2, 3, 4 of layer 0, returns slots 0 to 4; likewise for each layer
         commit()                     length is 5. A forward pass that failed before this leaves length unchanged
         trim(4)                      drops the last token
@@ -181,7 +181,7 @@ class KVCache:
                   ├─ cached ─┼─── placed ────┼─── room ───┼── not allocated ──┤
                           length            end         slots              max_len
 
-    The buffers grow with use, by doubling and later in steps; so a long context takes memory only when it is filled.
+    The buffers grow with use, first by doubling, later by LARGEST_STEP. A long context takes memory only when filled.
     With fixed=True they have max_len slots from the start, and a single new token sees all of them through a mask, so
     shapes are the same in each step, as compiled code and CUDA graphs require. Rows of the batch may be filled to
     different lengths; length and end are those of the longest row.
@@ -225,7 +225,7 @@ class KVCache:
         # Tokens and positions are created on the device of the last layer, where the logits are computed and sampled.
         self.device = self.layers[-1].buffers[0].device
         self._cached, self._placed = [0] * batch, [0] * batch  # length and end of each row
-        self._parent: KVCache | None = None  # of a view
+        self._parent: KVCache | None = None  # the cache whose memory this view shares
 
     @property
     def length(self) -> int:
@@ -239,13 +239,13 @@ class KVCache:
 
     @property
     def visible(self) -> int:
-        """Keys that attention sees in the current forward pass, masked ones included."""
+        """Number of keys that attention reads in the current forward pass, masked ones included."""
         return self.slots if self.layers[0].visible is None else self.layers[0].visible
 
     @property
     def slots(self) -> int:
-        """Positions there is room for before the buffers grow."""
-        return self.layers[-1].buffers[-1].shape[2]  # the last to be resized, so right even if memory ran out midway
+        """Number of positions that fit before the buffers grow."""
+        return self.layers[-1].buffers[-1].shape[2]  # it is resized last: right even if memory ran out midway
 
     def check_sizes(self, *sizes: object) -> None:
         """Raise UsageError unless the cache was made for these layers, key/value heads, head_dim and dtype."""
@@ -256,9 +256,9 @@ class KVCache:
     def place(self, tokens: int, positions: Tensor | None = None, batch: int | None = None) -> Tensor:
         """Make room for T new tokens and return their positions. Raises UsageError if `batch` is not the cache's.
 
-        They follow the cached tokens unless `positions` (T,) or (B, T) is given. Given positions may overwrite cached
-        tokens but must not leave a gap, since attention would read the empty slots. Raises ContextLengthError if they
-        do not fit.
+        Tokens follow the cached ones unless `positions` (T,) or (B, T) is given. Given positions may overwrite cached
+        tokens but must not leave a gap, since attention would read the empty slots. Raises ContextLengthError if the
+        tokens do not fit.
         """
         if batch not in (None, self.batch):
             raise UsageError(f"the cache is for a batch of {self.batch}, not {batch}; use new_cache(batch={batch})")
@@ -288,7 +288,7 @@ class KVCache:
     def reserve(self, end: int) -> None:
         """Make room for the positions below `end`.
 
-        Raises ContextLengthError if that is beyond max_len, MemoryLimitError if the memory is not free.
+        Raises ContextLengthError if `end` is beyond max_len, MemoryLimitError if the memory is not free.
         """
         if self._parent is not None:
             self._parent.reserve(end)
@@ -305,7 +305,7 @@ class KVCache:
     def rows(self, first: int, last: int, length: int = 0) -> KVCache:
         """Rows `first` to `last` - 1 of the batch, as a cache that shares this one's memory and holds `length` tokens.
 
-        It stays valid when this cache grows, and makes this cache grow if it needs more slots.
+        The new cache stays valid when this one grows. If the new cache needs more slots, this one grows.
         """
         part = copy.copy(self)
         part.layers = [layer.rows(slice(first, last)) for layer in self.layers]
@@ -332,7 +332,7 @@ class KVCache:
             buffer[row] = 0
 
     def _check_free(self, added: int, slots: int, devices: Sequence[torch.device | str], copied: int = 0) -> None:
-        """Check the memory for `added` slots per layer, and for `copied` slots of the one layer that exists twice."""
+        """Check the memory for `added` slots per layer and `copied` slots of the layer that exists twice meanwhile."""
         for device in dict.fromkeys(devices):
             if self._check_memory is not None:
                 size = (devices.count(device) * added + copied) * self._slot_bytes

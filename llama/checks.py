@@ -1,4 +1,4 @@
-"""Argument checks, each written once: the value comes back if it is valid, a one-line error is raised if it is not."""
+"""Checks of arguments. Each returns the value if it is valid, and raises a one-line error if it is not."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def integer(
 def number(
     name: str, value: object, low: float, high: float, error: type[LlamaError] = UsageError, *, above: bool = False
 ) -> float:
-    """An int or a float from low to high, both included, as a float; above: low is excluded. NaN is refused."""
+    """An int or a float from low to high, both included, as a float. above=True excludes low. NaN is refused."""
     try:
         found = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
     except OverflowError:  # an int of hundreds of digits
         found = math.nan
-    if not low <= found <= high or (above and found == low):  # also for NaN
+    if not low <= found <= high or (above and found == low):  # NaN fails the first comparison
         span = f"above {low:g} and at most {high:g}" if above else f"from {low:g} to {high:g}"
         raise error(f"{name} must be a number {span}, got {shown(value)}")
     return found
@@ -85,14 +85,14 @@ def known_tokens(tokens: Tensor, size: int) -> None:
 
 
 def positions_of(tokens: Tensor, positions: Tensor | None) -> Tensor | None:
-    """The positions (T,) or (B, T) int64 of tokens (B, T); None stays None. (1, T) is given to every row.
+    """The positions (T,) or (B, T) int64 of tokens (B, T); None stays None. Positions (1, T) apply to each row.
 
     Raises UsageError unless both are integers of these shapes, and positions are at least 0 and distinct in each row.
     """
     import torch
 
     for name, ids in (("tokens", tokens), ("positions", tokens if positions is None else positions)):
-        if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int64, torch.int32):  # a cast would truncate
+        if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int64, torch.int32):  # casts truncate floats
             raise UsageError(f"{name} must be a tensor of int64, as torch.tensor([[1, 2]]), got {shown(ids)}")
     if tokens.dim() != 2:
         raise UsageError(f"tokens must be (B, T), got {tuple(tokens.shape)}")

@@ -1,4 +1,4 @@
-"""The errors this package raises. Each message is one line: what was expected, what was found, cause, remedy."""
+"""The errors this package raises. Each message is one line: what was expected and found, the cause, the remedy."""
 
 
 def one_line(text: str) -> str:
@@ -33,7 +33,7 @@ class CheckpointError(LlamaError):
 
 
 class DamagedError(CheckpointError):
-    """A file contradicts itself or is truncated. The remedy is not in `args`, since pickle makes errors from them."""
+    """A file contradicts itself or is truncated. `args` lack the remedy, since pickle makes errors from them."""
 
     def __str__(self) -> str:
         return f"{super().__str__()}; the file is damaged or incomplete, download it again"

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 PathOrName = str | os.PathLike[str] | None
 LOG = logging.getLogger(__name__)
-SMALL, LARGE = 2**22, 2**27  # bytes in the model; weights between them are read by several threads
+SMALL, LARGE = 2**22, 2**27  # bytes in the model: several threads read the weights between these sizes
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,13 @@ class LoadOptions:
     max_seq_len   context in tokens; None: the checkpoint's
     rope_scaling  a scaling that replaces the checkpoint's, to extend its context: {"rope_type": "yarn", "factor": 4.0};
                   {"rope_type": "default"} removes the checkpoint's
-    rope_theta    a base of the frequencies that replaces the checkpoint's
+    rope_theta    a base of the rotary frequencies, in place of the checkpoint's
     kv_cache      "model" stores keys and values in the model's dtype, "int8" in 8 bits, for long contexts
-    gpu_layers    number of layers on the GPU, the last ones; the others are on the CPU (engine/placement.py)
+    gpu_layers    run this many layers, the last ones, on the GPU and the others on the CPU (engine/placement.py)
     world         the processes that share the model (engine.parallel.join); this process loads its part
     tokens        expected number of tokens, prompt and answer together, for the memory check
     check_memory  compare the required memory with the free memory, before a weight is read and before a cache grows
-    fast          True: the fastest linear layers and attention of the device; a file's quantized weights stay quantized
+    fast          True: use the device's fastest linear layers and attention; a file's quantized weights stay quantized
                   unless dtype is given as float32 or float16. False: nn.Linear with dequantized weights. The default is
                   True in `load` and False in `load_model`
     """
@@ -104,7 +104,7 @@ class LoadOptions:
             pick_scheme(self.quantize)
 
 
-# 10 parameters: the public API, which has one for each choice of a user
+# The public API has a parameter for each choice of a user, 10 in all.
 def load(
     path_or_name: PathOrName = None,
     device: Devices = None,
@@ -141,7 +141,7 @@ def load(
 
 
 def prepare(checkpoint: Checkpoint, options: LoadOptions) -> tuple[Llama, Plan]:
-    """A model without weights, for the checks that need none, and the plan with which `build_plan` reads them."""
+    """A Llama without weights, for checks that need no weights, and the plan by which `build_plan` reads them."""
     from .text import Llama
 
     vocabulary, plan = checkpoint.tokenizer(), make_plan(checkpoint, options)
@@ -184,7 +184,7 @@ def open_model(
     tokenizer: str | os.PathLike[str] | None = None,
     quiet: bool = False,
 ) -> Checkpoint:
-    """The checkpoint at a path or with a name, with adapters merged; its weights are not read. Arguments: `load`."""
+    """The checkpoint at a path or with a name, with adapters merged. Weights are not read. Arguments as in `load`."""
     checks.instance("adapters", adapters, str | os.PathLike | Sequence, "a path, (path, scale) or a list of them")
     checks.instance("tokenizer", tokenizer, str | os.PathLike | None, "a path")
     return with_adapters(open_checkpoint(resolve(path_or_name, quiet), tokenizer), adapters)
@@ -200,7 +200,7 @@ def build(
 ) -> Transformer:
     """A model filled with a checkpoint's weights; options as in `LoadOptions`.
 
-    A weight that needs no change stays in the mapped file; one that is quantized is read piece by piece. Raises
+    A weight that needs no change stays in the mapped file; one that has to be quantized is read in pieces. Raises
     CheckpointError if a tensor is missing, unexpected or of another shape.
     """
     plan = make_plan(checkpoint, LoadOptions(device, dtype, **options))
@@ -210,7 +210,7 @@ def build(
 def build_plan(plan: Plan, model: Transformer, progress: Progress | None = None) -> Transformer:
     """Execute a plan: check the memory, fill the empty model, attach its runner, log the warnings.
 
-    progress  called first and after each layer: progress(bytes of the weights so far, bytes of all weights)
+    progress  called at the start and after each layer: progress(bytes of the weights so far, bytes of all weights)
     """
     if plan.options.check_memory:
         check_memory(plan)
@@ -226,7 +226,7 @@ def build_plan(plan: Plan, model: Transformer, progress: Progress | None = None)
 class Plan:
     """The options of a run, resolved against a checkpoint and this machine, and how each weight is stored.
 
-    config and checkpoint are those of this process's part, if several processes share the model.
+    If several processes share the model, config and checkpoint describe this process's part of it.
     """
 
     options: LoadOptions
@@ -259,12 +259,12 @@ def make_plan(checkpoint: Checkpoint, options: LoadOptions) -> Plan:
     context = reach(config) if options.max_seq_len is None else options.max_seq_len
     if config.sliding_window is not None and context > config.sliding_window:
         raise UsageError(
-            f"a context of {context} tokens exceeds the model's sliding window, or the position from which queries are"
-            f" scaled; neither is implemented; use at most {config.sliding_window} (--max-seq-len), or run it in vLLM"
+            f"a context of {context} tokens needs the model's sliding window or scaling of queries, which are not"
+            f" implemented; use at most {config.sliding_window} tokens (--max-seq-len), or run the model in vLLM"
         )
     keep = options.fast and (options.dtype in (None, "auto") or dtype == torch.bfloat16)
     compiled = options.compile and placement.output.type == "cuda"
-    # The compiler has no complex numbers; the real form is the same arithmetic.
+    # The compiler does not support complex numbers. The real form computes the same.
     rope = "real" if compiled and options.rope == "complex" else options.rope
     weights = plan_weights(checkpoint, placement.device_of, dtype, scheme, options.fast, keep, FORMS[rope].layout)
     warnings = list(checkpoint.warnings)
@@ -278,11 +278,11 @@ def make_plan(checkpoint: Checkpoint, options: LoadOptions) -> Plan:
 
 
 def with_rope(config: ModelConfig, scaling: Mapping[str, Any] | None = None, theta: float | None = None) -> ModelConfig:
-    """The configuration with another scaling or base; None keeps the present one, rope_type "default" removes it.
+    """The configuration with another scaling or base (None: no change). rope_type "default" removes the scaling.
 
-    A new scaling applies to the unscaled frequencies, so the context becomes the length those were trained for: the
-    replaced scaling's original_max_position_embeddings, if it has one. scaling may contain a rope_theta, as files of
-    transformers 5 do. Raises UsageError for bad values, and for parameters that the kind does not accept.
+    A new scaling applies to the unscaled frequencies, so the context becomes the length those were trained for (the
+    replaced scaling's original_max_position_embeddings, if it has one). scaling may contain a rope_theta, as files of
+    transformers 5 do. Raises UsageError for bad values, and for parameters that the kind of scaling does not accept.
     """
     changes: dict[str, Any] = {}
     try:
@@ -319,7 +319,7 @@ def with_rope(config: ModelConfig, scaling: Mapping[str, Any] | None = None, the
 def check_merge(checkpoint: Checkpoint, options: LoadOptions) -> None:
     """Raise UsageError if adapters change quantized weights, and no option says what the merged weights become.
 
-    Quantizing them again in the same way would lose most of an adapter: it changes weights by less than one step.
+    Quantizing them again in the same way would lose most of an adapter, which changes a weight by less than a step.
     """
     kinds = {weight.stored for weight in map(checkpoint.weight, checkpoint.shapes) if weight.changed} - DTYPES.keys()
     if kinds and options.quantize is None and options.dtype in (None, "auto"):
@@ -333,7 +333,7 @@ def check_memory(plan: Plan) -> None:
     """Raise MemoryLimitError if weights, cache and activations do not fit into the free memory of a device."""
     options, placement, size = plan.options, plan.placement, plan.dtype.itemsize
     tokens = min(FIRST_SLOTS if options.tokens is None else options.tokens, plan.max_seq_len)
-    chunk = prompt_chunk(placement.layers[-1])  # as for KVCache.device: all layers get the same chunks
+    chunk = prompt_chunk(placement.layers[-1])  # of KVCache.device: all layers get the same chunks
     for device in dict.fromkeys((*placement.layers, placement.output)):
         weights = sum(weight.memory_footprint for weight in plan.weights.values() if weight.device == device)
         part = dataclasses.replace(plan.config, n_layers=placement.layers.count(device) or 1, no_rope_layers=())
@@ -359,11 +359,11 @@ def fill(model: Transformer, plan: Plan, progress: Progress | None = None) -> No
         attend = Attend(pick_attention(device, plan.options.fast))
         model.set_submodule(f"layers.{i}.attention.attend", attend)
     # numpy converts what the kernels can't, and releases the GIL, so several threads use several cores. For a small
-    # weight, passing the GIL takes longer than that saves. At most one large weight is in memory twice.
+    # weight, passing the GIL takes longer than threads save. Large weights are read singly: each is in memory twice.
     sizes = {
         name.removesuffix(".weight"): planned.memory_footprint
         for name, planned in plan.weights.items()
-        if name.endswith(".weight")  # a layer's bias is filled with it
+        if name.endswith(".weight")  # a layer's bias is filled with its weight
     }
     shared = [name for name, size in sizes.items() if SMALL <= size <= LARGE]
     done, total = 0, sum(sizes.values())
@@ -410,7 +410,7 @@ def attach_runner(model: Transformer, plan: Plan) -> None:
     model.cache_kind, model.world = options.kv_cache, options.world
     if options.world is not None:
         options.world.wrap(model)
-    elif options.check_memory:  # not for processes that share the model: they could decide differently
+    elif options.check_memory:  # not if processes share the model: each could decide differently
         model.check_memory = memory.check_growth
     if not plan.placement.single:
         model.runner = PlacedRunner(model, plan.placement)

@@ -58,7 +58,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, rope: str, attention: str):
         super().__init__()
-        self.layer, self.head_dim = layer, config.head_dim  # layer: its index, which hooks read
+        self.layer, self.head_dim = layer, config.head_dim  # hooks read the layer's index
         qkv_bias = config.attention_bias or config.qkv_bias
         self.wq = nn.Linear(config.dim, config.n_heads * config.head_dim, bias=qkv_bias)
         self.wk = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=qkv_bias)
@@ -76,7 +76,7 @@ class Attention(nn.Module):
         q = self.q_norm(self.wq(x).unflatten(-1, (-1, self.head_dim)))  # (B, T, H, D)
         k = self.k_norm(self.wk(x).unflatten(-1, (-1, self.head_dim)))  # (B, T, KV, D)
         v = self.wv(x).unflatten(-1, (-1, self.head_dim))  # (B, T, KV, D)
-        q, k = self.apply_rotary_emb(q, k, freqs_cis)  # v is not rotated: position affects only the weights
+        q, k = self.apply_rotary_emb(q, k, freqs_cis)  # v is not rotated: position affects only the attention weights
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D), (B, KV, T, D) twice
         if cache is not None:
             k, v = cache.update(k, v, positions)  # (B, KV, S, D): cached keys are rotated already
@@ -84,8 +84,8 @@ class Attention(nn.Module):
         return self.wo(y.transpose(1, 2).flatten(-2))  # (B, T, H, D), (B, T, H * D), then (B, T, C)
 
     def key_offset(self, rope: Rope) -> Tensor | None:
-        """wk's bias, rotated and averaged over positions: (KV, 1, D). None without one. See QuantizedLayerCache."""
-        bias: Tensor | None = getattr(self.wk, "bias", None)  # a layer that replaced wk may lack it
+        """wk's bias, rotated and averaged over positions: (KV, 1, D). None without a bias. See QuantizedLayerCache."""
+        bias: Tensor | None = getattr(self.wk, "bias", None)  # a layer that replaced wk may lack a bias
         if bias is None or isinstance(self.k_norm, RMSNorm):  # normalized keys do not contain the bias
             return None
         k = bias.float().view(1, 1, -1, self.head_dim)  # (1, 1, KV, D)
@@ -144,7 +144,7 @@ class Transformer(nn.Module):
 
     rope         form of the rotation, one of rope.FORMS; "half" needs wq and wk in that layout (rope.to_half_layout)
     attention    "sdpa" or "reference"
-    max_seq_len  the most positions that the model may use; default: `reach`, the context with its scaling and window
+    max_seq_len  maximum number of positions; default: `reach`, which depends on the context, scaling and window
     """
 
     layers: Any  # a ModuleList, whose members PyTorch types as Module
@@ -187,7 +187,7 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """The normalized output of the last layer: (B, T) int64 -> (B, T, C). Arguments as in `forward`.
 
-        length  tokens in the complete text, for frequencies that depend on it (rope_scaling.BY_LENGTH); None: so far
+        length  length of the complete text, if frequencies depend on it (rope_scaling.BY_LENGTH); None: length so far
         """
         positions, T = checks.positions_of(tokens, positions), tokens.shape[1]
         if cache is not None:

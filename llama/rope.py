@@ -30,8 +30,8 @@ from .rope_scaling import BY_LENGTH, inverse_frequencies, kind_of
 
 # How the rows of wq and wk are ordered: Meta's pairs (2i, 2i + 1), or Hugging Face's pairs (i, i + D/2).
 Layout = Literal["interleaved", "half"]
-# Suffixes of the names of tensors whose rows are in the order of the layout. The weights of q_norm and k_norm are, too:
-# they have one entry for each entry of a head.
+# Suffixes of the names of tensors whose rows are in the order of the layout. These include q_norm and k_norm, which
+# have one entry for each entry of a head.
 ROTATED = (".wq.weight", ".wk.weight", ".wq.bias", ".wk.bias", ".q_norm.weight", ".k_norm.weight")
 
 
@@ -62,7 +62,7 @@ def freqs_cis_at(positions: Tensor, inv_freq: Tensor, attention_factor: float = 
 
 
 def apply_rotary_emb(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate queries (B, T, H, D) and keys (B, T, KV, D) by freqs_cis (T, D/2), or (B, T, D/2) for positions per row.
+    """Rotate queries (B, T, H, D) and keys (B, T, KV, D) by freqs_cis (T, D/2), or (B, T, D/2) if the rows differ.
 
     Meta's semantics: entries 2i and 2i + 1 form pair i. Shapes and dtypes are kept; the rotation is float32.
     Raises UsageError unless freqs_cis has exactly one row for each of the T tokens.
@@ -83,7 +83,7 @@ def apply_rotary_emb_real(xq: Tensor, xk: Tensor, cos: Tensor, sin: Tensor) -> t
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # (.., T, 1, D/2)
 
     def rotate(x: Tensor) -> Tensor:
-        a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)  # two of (B, T, H, D/2)
+        a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)  # (B, T, H, D/2) each
         return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2).type_as(x)  # (B, T, H, D)
 
     return rotate(xq), rotate(xk)
@@ -94,7 +94,7 @@ def rotate_half(x: Tensor) -> Tensor:
     """Rotate every pair `(x[i], x[i + D/2])` by 90 degrees: `(a, b)` becomes `(-b, a)`. (.., D) -> (.., D)."""
     if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[-1] % 2:
         raise UsageError(f"rotate_half needs a tensor (.., D) with an even D, got {checks.shown(x)}")
-    a, b = x.chunk(2, dim=-1)  # two of (.., D/2)
+    a, b = x.chunk(2, dim=-1)  # (.., D/2) each
     return torch.cat((-b, a), dim=-1)  # (.., D)
 
 
@@ -103,8 +103,8 @@ def apply_rotary_pos_emb(
 ) -> tuple[Tensor, Tensor]:
     """Rotate q and k as transformers' modeling_llama.py does:  x * cos + rotate_half(x) * sin.
 
-    cos and sin are (T, D) or (B, T, D), the D/2 angles repeated once. unsqueeze_dim is the axis of the heads:
-    1 for q (B, H, T, D), Hugging Face's order, 2 for q (B, T, H, D). The rotation is float32.
+    cos and sin are (T, D) or (B, T, D): the values for D/2 angles, twice. unsqueeze_dim is the axis of the heads:
+    1 for q (B, H, T, D), as in Hugging Face's models, or 2 for q (B, T, H, D). The rotation is float32.
     """
     _check(q, k, cos, sin, tokens=3 - checks.integer("unsqueeze_dim", unsqueeze_dim, 1, 2))
     if cos.dim() == 2:
@@ -152,16 +152,16 @@ FreqsCis = Tensor | tuple[Tensor, ...]
 def _apply_half(xq: Tensor, xk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate in the half layout, then return the entries in the interleaved order.
 
-    q and k are reordered alike, so the scores would be the same without the second step. With it the products are also
-    summed in the same order, and cached keys are the same, bit for bit, as in the other forms (except in Qwen3, whose
-    norm of q and k sums in the order of the layout).
+    q and k are reordered alike, so the scores would be the same without the second step. That step makes the order of
+    summation, and so the cached keys, the same as in the other forms, bit for bit. Qwen3 is an exception: its norm of q
+    and k sums in the order of the layout.
     """
     q, k = apply_rotary_pos_emb(xq, xk, cos, sin, unsqueeze_dim=2)  # (B, T, H, D), (B, T, KV, D)
     return half_to_interleaved(q), half_to_interleaved(k)
 
 
 class Form(NamedTuple):
-    """A way to compute the rotation: its function, the layout of wq and wk it needs, and its table from freqs_cis."""
+    """A way to compute the rotation: a function, the layout of wq and wk, and a function from freqs_cis to a table."""
 
     apply: Callable[..., tuple[Tensor, Tensor]]
     layout: Layout
@@ -199,12 +199,12 @@ class Rope:
     """freqs_cis for positions 0, 1, 2, ... in one of FORMS, computed up to the largest position used so far.
 
     The table is no buffer of a module, because `model.to(torch.bfloat16)` must not change it. It grows with use, so
-    that a context length read from a file never sizes an allocation.
+    that a context length read from a file never sets the size of an allocation.
 
     max_seq_len is the number of positions the model may use, trained_len the context it was trained for. The scalings
     in BY_LENGTH change all frequencies with the length of the text, so their rows are computed in each forward pass.
     Cached keys keep their rotation: rotating them again would not give the logits of a full pass, since deeper layers
-    saw the old frequencies. LongRoPE changes them once (`restarts`), so there the complete text is computed again.
+    saw the old frequencies. LongRoPE changes frequencies once (`restarts`): then the complete text is computed again.
     """
 
     def __init__(
@@ -224,10 +224,10 @@ class Rope:
         self.table = self._table(min(max_seq_len, 1024))
 
     def freqs_cis(self, positions: Tensor, seq_len: int) -> FreqsCis:
-        """The table's rows for positions (T,) or (B, T) below `seq_len`, on their device: (T, D/2) or (B, T, D/2).
+        """The table's rows for positions (T,) or (B, T) below `seq_len`, on the same device: (T, D/2) or (B, T, D/2).
 
-        In the form half, the last axis is D. seq_len is the length that the frequencies are for. It is passed in, since
-        reading the largest position from a GPU would block. Raises ContextLengthError if it is beyond max_seq_len.
+        In the form half, the last axis is D. seq_len is the length that the frequencies are for. The caller passes it:
+        reading the largest position from a GPU blocks. Raises ContextLengthError if seq_len is beyond max_seq_len.
         """
         if seq_len > self.max_seq_len:
             where = f"position {seq_len - 1} lies outside the {self.max_seq_len} positions that this model may use"
@@ -269,9 +269,9 @@ class Rope:
 
 
 def _check(q: Tensor, k: Tensor, *tables: Tensor, pair: int = 1, tokens: int = 1, complex_rows: bool = False) -> None:
-    """Check the shapes: broadcasting would apply one row, or the keys of one token, to all tokens without an error.
+    """Check the shapes. Broadcasting would apply one row, or the keys of one token, to all tokens without an error.
 
-    pair: entries of a head for each entry of a row in `tables`; tokens: axis of the tokens in q and k.
+    A row in `tables` has one entry for every `pair` entries of a head. `tokens` is the axis of the tokens in q and k.
     """
     for x, is_complex in ((q, False), (k, False), *((rows, complex_rows) for rows in tables)):
         if not isinstance(x, Tensor) or x.is_complex() != is_complex or not (is_complex or x.is_floating_point()):

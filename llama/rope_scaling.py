@@ -1,11 +1,11 @@
 """Inverse frequencies of RoPE under every supported scaling: one function per kind, one registry.
 
 RoPE rotates pair i of a head by the angle  position * inv_freq[i],  with  inv_freq[i] = theta^(-2i/D)  (RoFormer,
-arXiv:2104.09864). A scaling changes these D/2 numbers, and may multiply cos and sin by an attention factor; it
-changes nothing else, so it is a function. Everything is computed in float64 and rounded to float32 once, at the end.
+arXiv:2104.09864). A scaling changes these D/2 numbers, and may multiply cos and sin by an attention factor. It
+changes nothing else, so each scaling is a function. Everything is computed in float64, then rounded to float32.
 
-The kinds and their parameters are those of transformers' modeling_rope_utils.py; `ntk` and `divisors` are added here.
-The factor of `dynamic` is relative to the model's context, as it is there.
+The kinds and their parameters are those of transformers' modeling_rope_utils.py; `ntk` and `divisors` are additions.
+The factor of `dynamic` is relative to the model's context, as in transformers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Base:
 Scaling = Callable[[Base, Mapping[str, Any]], tuple[Tensor, float]]
 
 SCALINGS: dict[str, Scaling] = {}
-PARAMETERS: dict[str, tuple[str, ...]] = {}  # kind -> the parameters it accepts
+PARAMETERS: dict[str, tuple[str, ...]] = {}  # kind -> the names of its parameters
 STRETCHING: list[str] = []  # kinds that multiply the context by `factor`
 BY_LENGTH: list[str] = []  # kinds whose frequencies depend on seq_len
 
@@ -75,13 +75,13 @@ def linear(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
 
 @register("factor", stretches=True)
 def ntk(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """NTK-aware interpolation (bloc97, 2023): a larger base, so that the slowest pair is slowed down by factor."""
+    """NTK-aware interpolation (bloc97, 2023): a larger base slows down the slowest pair by factor."""
     return base.inv_freq(stretch=_number(scaling, "factor") ** (base.dim / (base.dim - 2))), 1.0
 
 
 @register("factor", stretches=True, by_length=True)
 def dynamic(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """Dynamic NTK (emozilla, 2023): unchanged up to the trained length, then a base that grows with the length."""
+    """Dynamic NTK (emozilla, 2023): no change up to the trained length; beyond it, the base grows with the length."""
     trained = float(base.max_seq_len) if base.max_seq_len else _trained_length(None, scaling)  # as in transformers
     factor, length = _number(scaling, "factor"), max(base.seq_len or 0, trained)
     return base.inv_freq(stretch=(factor * length / trained - (factor - 1)) ** (base.dim / (base.dim - 2))), 1.0
@@ -93,9 +93,9 @@ def dynamic(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
     stretches=True,
 )
 def yarn(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """YaRN (arXiv:2309.00071): fast pairs stay, slow pairs are interpolated, with a ramp between; attention sharpens.
+    """YaRN (arXiv:2309.00071): fast pairs stay, slow pairs are interpolated, others in part; attention is sharper.
 
-    Fast pairs make more than beta_fast full turns within the trained context, slow pairs less than beta_slow.
+    Fast pairs make more than beta_fast full turns within the trained context, slow pairs fewer than beta_slow.
     """
     trained = _trained_length(base.max_seq_len, scaling)
     given = scaling.get("factor") is not None or base.max_seq_len is None
@@ -127,7 +127,7 @@ def yarn(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
     *("factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"), by_length=True
 )
 def longrope(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """LongRoPE (arXiv:2402.13753): a divisor per pair, from a short list up to the trained length, then a long one."""
+    """LongRoPE (arXiv:2402.13753): a list of divisors for texts up to the trained length, one for longer texts."""
     trained = _trained_length(base.max_seq_len, scaling)
     if trained <= 1:
         raise ConfigError(f"rope scaling longrope: the trained length must be above 1, got {trained:g}")
@@ -140,7 +140,7 @@ def longrope(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
 
 @register("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor", stretches=True)
 def llama3(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """Llama 3.1: pairs with many full turns within the trained context stay, slow pairs are interpolated, with a ramp.
+    """Llama 3.1: pairs with many full turns in the trained context stay, slow pairs are interpolated, others in part.
 
     Source: apply_scaling in meta-llama/llama-models models/llama3/model.py, with its constants as parameters.
     """
@@ -179,7 +179,7 @@ def kind_of(scaling: Mapping[str, Any] | None) -> str:
 
 
 def rotated_entries(dim: int, scaling: Mapping[str, Any] | None) -> int:
-    """How many of the D entries of a head rotate; with `proportional` all, some of them by the angle 0."""
+    """How many of the D entries of a head rotate. With `proportional` all do, some of them by the angle 0."""
     part = _number(scaling or {}, "partial_rotary_factor", 1)
     return dim if kind_of(scaling) == "proportional" else int(dim * part)
 
@@ -192,9 +192,9 @@ def trained_length(config: ModelConfig) -> float:
 def reach(config: ModelConfig) -> int:
     """Number of positions a model can use: its context, or the trained length extended by a scaling, if that is larger.
 
-    In some files max_position_embeddings is the length before the scaling, in others the length after it. With
-    llama3, it is the length after it if it exceeds original_max_position_embeddings; Llama 3.2's is not factor *
-    original. A sliding window is a limit: full attention computes the same only up to there.
+    In some files max_position_embeddings is the length before the scaling, in others the length after the scaling. For
+    llama3, a value above original_max_position_embeddings is the length after the scaling; in Llama 3.2 that is not
+    factor * original. A sliding window is a limit: up to its length, full attention computes the same.
     """
     context, window = stretched(config.max_seq_len, config.rope_scaling), config.sliding_window
     return context if window is None else min(context, window)
@@ -224,7 +224,7 @@ def inverse_frequencies(
     dim          D, number of rotated entries of a head; even
     theta        base of the frequencies
     scaling      None, or {"rope_type": one of SCALINGS, ...its parameters}; "type" is the older spelling
-    seq_len      length the frequencies are for; used by the kinds in BY_LENGTH
+    seq_len      length of the text; only the kinds in BY_LENGTH use it
     max_seq_len  the model's context (Hugging Face's max_position_embeddings): the trained length, unless the
                  scaling has its own original_max_position_embeddings
 
@@ -254,7 +254,7 @@ def _number(scaling: Mapping[str, Any], key: str, default: float | None = None) 
 
 
 def _trained_length(max_seq_len: int | None, scaling: Mapping[str, Any]) -> float:
-    """The length the unscaled frequencies were trained for: the scaling's own, otherwise the model's context."""
+    """The length that the unscaled frequencies were trained for: as in the scaling, else the model's context."""
     key = "original_max_position_embeddings"
     if scaling.get(key) is None and max_seq_len is not None:
         return float(max_seq_len)

@@ -1,6 +1,6 @@
-"""From logits to a token: filters, in the order of `stages`, then probabilities, then one draw. Pure functions.
+"""From logits to the next token: the filters (`stages`), the probabilities, and one draw.
 
-`probs` is the definition. `choose` draws from the same distribution, and on a CPU without sorting the vocabulary.
+`probs` defines the distribution of the next token. `choose` draws from it, on a CPU without sorting the vocabulary.
 
 Importing this module does not import torch, since the command line reads the options before it does.
 """
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 LARGEST_SEED = 2**63 - 1
 MOST_TOP_LOGPROBS = 1024
-MOST_STOPS, LONGEST_STOP = 64, 1000  # stop strings, and characters of one
+MOST_STOPS, LONGEST_STOP = 64, 1000  # limits: the number of stop strings, and the characters in one
 # Below this value, neither a penalty nor a low temperature can make a logit infinite.
 LARGEST_LOGIT = 1e30
-CANDIDATES = 1024  # the most probable tokens, which top_p sorts first
-SPARE = 64  # tokens beyond k that `choose` looks at, since they may equal the k-th
+CANDIDATES = 1024  # top_p first sorts only this many of the most probable tokens
+SPARE = 64  # `choose` looks at this many tokens beyond the k largest, since some may equal the k-th
 
 # processor(ids (N,) int64 of prompt and answer so far, logits (V,) float32) -> logits (V,)
 Processor: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
 Filter: TypeAlias = "Callable[[Tensor, Any], Tensor]"
-# Explains, given the ids of a text, where its numbers stop being finite. engine/nonfinite.py has one.
+# A function of the ids of a text that says where in the model the numbers stop being finite (engine/nonfinite.py).
 Diagnosis: TypeAlias = Callable[[Sequence[int]], str]
 
 
@@ -53,7 +53,7 @@ def count_penalties(logits: Tensor, answer: Tensor, presence: float, frequency: 
 
 
 def add_bias(logits: Tensor, ids: Tensor, values: Tensor) -> Tensor:
-    """Add `values` (N,) to the logits (.., V) of `ids` (N,). Ids without a logit are never chosen anyway."""
+    """Add `values` (N,) to the logits (.., V) of `ids` (N,). Ids without a logit are ignored."""
     known = ids < logits.shape[-1]
     added = values[known].to(logits).expand(*logits.shape[:-1], -1)  # (.., N)
     return logits.index_add(-1, ids[known].to(logits.device), added)  # (.., V)
@@ -64,7 +64,7 @@ def process(logits: Tensor, ids: Tensor, processors: Sequence[Processor]) -> Ten
     from torch import Tensor
 
     for processor in processors:
-        found = processor(ids.clone(), logits.clone())  # it may change them in place; the log-probabilities need these
+        found = processor(ids.clone(), logits.clone())  # copies, since a processor may change its arguments
         floats = isinstance(found, Tensor) and found.is_floating_point()
         if not floats or (found.shape, found.device) != (logits.shape, logits.device):
             needed = f"floating-point logits {tuple(logits.shape)} on {logits.device}"
@@ -85,7 +85,7 @@ def top_k(logits: Tensor, k: int) -> Tensor:
 
 
 def top_p(logits: Tensor, p: float) -> Tensor:
-    """Mask the tokens outside the smallest set whose probability reaches p. At least one token stays.
+    """Mask all but the smallest set of most probable tokens, at least one, whose total probability reaches p.
 
     Of equally probable tokens, those with lower ids come first.
     """
@@ -94,20 +94,20 @@ def top_p(logits: Tensor, p: float) -> Tensor:
     ordered, order = logits.gather(-1, index).sort(descending=True, stable=True)  # (.., N) each, the largest first
     index = index.gather(-1, order)  # (.., N)
     total, some = cumulative(probability)[..., -1:], probability.gather(-1, index)  # (.., 1), (.., N)
-    outside = cumulative(some) - some >= p * total  # (.., N): whether the tokens before it reach p
+    outside = cumulative(some) - some >= p * total  # (.., N): True if the tokens before this one reach p
     outside[..., 0] = False
     none = logits.new_full(logits.shape, -math.inf)
     return none.scatter(-1, index, ordered.masked_fill(outside, -math.inf))  # (.., V)
 
 
 def candidates(probability: Tensor, p: float) -> Tensor:
-    """Ids (.., N), ascending, that include all that `top_p` keeps: CANDIDATES ids, or all if those do not suffice."""
+    """Ascending ids (.., N) that include all that `top_p` keeps: CANDIDATES ids if they suffice, otherwise all ids."""
     import torch
 
     if reads_are_free(probability):
         index, least = largest(probability, CANDIDATES)  # (.., N), (.., 1)
         some = probability.gather(-1, index)  # (.., N)
-        if bool((some.where(some > least, 0).sum(-1) > p).all()):  # others may equal the least
+        if bool((some.where(some > least, 0).sum(-1) > p).all()):  # without `least`, which other ids may equal
             return index
     return torch.arange(probability.shape[-1], device=probability.device).expand(probability.shape)
 
@@ -119,7 +119,7 @@ def largest(values: Tensor, n: int) -> tuple[Tensor, Tensor]:
 
 
 def cumulative(weights: Tensor) -> Tensor:
-    """The sums of weights (.., V) up to each, in float64 if the device has it: the same shape."""
+    """The cumulative sums of weights (.., V), in float64 if the device has it. The shape stays."""
     import torch
 
     return weights.cumsum(-1, dtype=torch.float32 if weights.device.type == "mps" else torch.float64)
@@ -142,11 +142,13 @@ KEEP_BEST = top_k, top_p, min_p  # filters that never exclude the most probable 
 def option(default: Any, about: str, range: Any = None, filter: Filter | None = None, group: str = "number") -> Any:
     """A field of SamplingParams, which is also an option of the commands and of the server.
 
-    about   the help, where X is the value, or N if it is an integer; range: (the lowest, the highest) number
-    filter  filter(logits (.., V), value) -> logits with -inf for excluded tokens, applied unless value is the default;
-            to a greedy choice, too, unless it is in KEEP_BEST
-    group   "number": also in generation_config.json. "end": when an answer ends. "grammar": at most one limits it.
-            "scores": not in the lines of a batch, whose answers have the same keys. "code": only in Python
+    about   the help text, in which X stands for the value, or N for an integer
+    range   the lowest and the highest number allowed
+    filter  a function (logits (.., V), value) -> logits with -inf for excluded tokens. It is applied if the value is
+            not the default, and to a greedy choice only if it is not in KEEP_BEST
+    group   "number": generation_config.json may set the option. "end": it affects when an answer ends. "grammar": only
+            one of these may be given. "scores": not allowed in the lines of a batch, whose answers all have the same
+            keys. "code": only in Python
     """
     factory = {"default_factory": dict} if default == {} else {"default": default}
     return dataclasses.field(metadata={"range": range, "about": about, "filter": filter, "group": group}, **factory)
@@ -156,7 +158,7 @@ def option(default: Any, about: str, range: Any = None, filter: Filter | None = 
 class SamplingParams:
     """All options of one answer. Construction raises UsageError if a value is out of range.
 
-    `Llama` resolves those of the second half, for which it needs the tokenizer, to arguments of `generate.generate`.
+    Most options from `stop` on need the tokenizer: `Llama` turns them into arguments of `generate.generate`.
     """
 
     max_new_tokens: int = option(256, "maximum number of new tokens", (0, 2**31), group="")
@@ -182,8 +184,8 @@ class SamplingParams:
     regex: str | None = option(None, "a regular expression that the whole answer matches", group="grammar")
     grammar: str | None = option(None, "a grammar in Lark syntax that the answer matches", group="grammar")
     logprobs: bool = option(False, "True: the log-probability of each new token", group="scores")
-    top_logprobs: int = option(0, "also those of the N most probable", (0, MOST_TOP_LOGPROBS), group="scores")
-    prompt_logprobs: bool = option(False, "True: also those of the prompt; not with a draft", group="scores")
+    top_logprobs: int = option(0, "also log-probabilities of the N best tokens", (0, MOST_TOP_LOGPROBS), group="scores")
+    prompt_logprobs: bool = option(False, "True: also log-probabilities of the prompt; without a draft", group="scores")
 
     def __post_init__(self) -> None:
         for name, field in OPTIONS.items():
@@ -212,7 +214,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most probable token is always chosen; of equal ones, that with the lowest id."""
+        """Whether the most probable token is always chosen (of equal ones, the one with the lowest id)."""
         return self.temperature < 1e-5 or self.top_k == 1
 
     @property
@@ -222,25 +224,25 @@ class SamplingParams:
 
     @property
     def plain(self) -> bool:
-        """Whether the logits are used as they are, apart from temperature and the filters after it."""
+        """Whether no penalty, bias or processor is in use."""
         penalties = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
         return not (penalties or self.logit_bias or self.processors)
 
     @property
     def filters(self) -> dict[str, Filter]:
-        """The filters in use by name. A greedy choice does not depend on those that keep the most probable token."""
+        """The filters in use, by name. A greedy choice leaves out those in KEEP_BEST, which can't change the choice."""
         used = {name: f.metadata["filter"] for name, f in OPTIONS.items() if getattr(self, name) != f.default}
         return {name: mask for name, mask in used.items() if mask and not (self.greedy and mask in KEEP_BEST)}
 
     @functools.cached_property
     def bias(self) -> tuple[Tensor, Tensor]:
-        """The ids (N,) of logit_bias and what is added to their logits (N,), once for all tokens: N may be V."""
+        """The ids (N,) of logit_bias and the values (N,) added to their logits. Cached, since N may be V."""
         import torch
 
         return torch.tensor([*self.logit_bias], dtype=torch.long), torch.tensor([*self.logit_bias.values()])
 
 
-# All options by name; filters in the order in which they are applied
+# All options by name. The filters among them are applied in this order.
 OPTIONS = {field.name: field for field in dataclasses.fields(SamplingParams)}
 SamplingParams.__doc__ = f"{SamplingParams.__doc__}\n" + "".join(
     f"    {name:18}  {field.metadata['about']}\n" for name, field in OPTIONS.items()
@@ -248,7 +250,7 @@ SamplingParams.__doc__ = f"{SamplingParams.__doc__}\n" + "".join(
 
 
 def option_names(*groups: str) -> list[str]:
-    """The options of some groups (`option`)."""
+    """The names of the options in some groups (see `option`)."""
     return [name for name, field in OPTIONS.items() if field.metadata["group"] in groups]
 
 
@@ -263,7 +265,7 @@ class Constraint(Protocol):
     """Limits the tokens of one answer, for example to a grammar (generation/structured.py)."""
 
     def allowed(self) -> Tensor | None:
-        """Which tokens may come next: (V,) bool on the CPU, at least one; None: all."""
+        """Which tokens may come next: (V,) bool on the CPU, with at least one True. None allows all."""
 
     def advance(self, id: int) -> None:
         """Append a token to the answer. After a stop id, further calls have no effect."""
@@ -288,8 +290,8 @@ def stages(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield "model" and the logits (.., V), float32, then the name of each stage in use and the logits after it.
 
-    Excluded tokens have -inf. The filters named in `without` are not applied. Raises UsageError if `text` is needed, or
-    if processors, `allowed` and filters leave no token.
+    Excluded tokens have -inf. The filters named in `without` are not applied. Raises UsageError if a
+    needed `text` is missing, or if processors, `allowed` and filters leave no token.
     """
     yield "model", (logits := logits.float())
     if not params.plain:
@@ -335,8 +337,8 @@ def probs(logits: Tensor, params: SamplingParams, text: History | None = None, a
 def sample(weights: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """One draw from each distribution, in proportion to weights (.., V): (..) int64. Does not wait for the device.
 
-    The first id at which the sum of weights reaches a uniform number. As the number is not 0, an id with weight 0 is
-    never drawn. NaN draws an arbitrary id.
+    It is the first id at which the cumulative sum of weights reaches a uniform random number. As that number is not 0,
+    an id with weight 0 is never drawn. If a weight is NaN, the id is arbitrary.
     """
     import torch
 
@@ -357,7 +359,7 @@ def choose(
     """The next ids (..) from logits (.., V) of answers with equal options, and `extreme` of the logits (..).
 
     One generator for each row; text and allowed are those of `probs`. Only a bias, a processor or `allowed` may make
-    this function wait for a GPU. NaN chooses an arbitrary id; the extreme reveals it (`check_extreme`).
+    this function wait for a GPU. If a logit is NaN, the id is arbitrary; `check_extreme` detects it.
     """
     simple = reads_are_free(logits) and {*params.filters.values()} <= {*KEEP_BEST}
     late = params.filters.keys() if simple else ()
@@ -368,7 +370,7 @@ def choose(
         return draw(edited, params, late, generators), extreme(logits)
     index, _ = largest(edited, params.top_k + SPARE)  # (.., N)
     some = top_k(edited.gather(-1, index), params.top_k)  # (.., N)
-    if bool(some.amin(-1).isneginf().all()):  # every token that equals the k-th is among them
+    if bool(some.amin(-1).isneginf().all()):  # `some` includes every token that equals the k-th
         ids = draw(some, params, late, generators)  # (..)
         return index.gather(-1, ids[..., None])[..., 0], extreme(logits)
     return draw(top_k(edited, params.top_k), params, late, generators), extreme(logits)
@@ -377,10 +379,11 @@ def choose(
 def draw(
     logits: Tensor, params: SamplingParams, late: Collection[str], generators: Sequence[torch.Generator | None]
 ) -> Tensor:
-    """Draw an id from each row of logits (.., V), after the filters `late`: top_p, min_p, both or none. -> (..) int64.
+    """Apply top_p and min_p to logits (.., V) if `late` names them, and draw an id per row: (..) int64.
 
-    Nothing is sorted. The first id is drawn from all. If a filter excludes it, the filter also excludes every id that
-    comes after it, so the next draw is among those before it. The first id that passes has the filtered distribution.
+    Nothing is sorted. The first id is drawn from all ids. If a filter excludes that id, it also excludes every less
+    probable id, so the next draw is among the more probable ids (`come_before`). The first id that no filter excludes
+    has the filtered distribution.
     """
     import torch
 
@@ -400,10 +403,10 @@ def draw(
 
 
 def come_before(logits: Tensor, id: Tensor) -> Tensor:
-    """Which ids are more probable than `id` (), or as probable and lower, as 0 or 1 in float32: (V,) -> (V,)."""
+    """1.0 for each id that is more probable than `id` (), or as probable and lower; 0.0 for others. (V,) -> (V,)."""
     import torch
 
-    found = torch.gt(logits, logits[id], out=torch.empty_like(logits))  # fast: no comparison as bool
+    found = torch.gt(logits, logits[id], out=torch.empty_like(logits))  # as float32: faster than making a bool
     torch.ge(logits[:id], logits[id], out=found[:id])
     return found
 
@@ -422,7 +425,7 @@ def most_probable(logits: Tensor, k: int) -> dict[int, float]:
 def check_extreme(top: float, name: str, text: Sequence[int] = (), diagnose: Diagnosis | None = None) -> None:
     """Raise NumericalError if the `extreme` of logits is not finite or too large for a meaningful choice.
 
-    name is the token that the logits predict, after `text`.
+    In the message, `name` says which token the logits predict. `text` has the ids before that token.
     """
     if not -LARGEST_LOGIT < top < LARGEST_LOGIT:
         found = f"not finite (one is {top})" if not math.isfinite(top) else f"as large as {top:.3g}"
@@ -436,7 +439,7 @@ class Token:
     """One new token. `logprob` is its log-probability in the model's own distribution, before any filter.
 
     top is {id: log-probability} of the most probable tokens, most probable first, as many as were requested. A stop id
-    is a token too, the last one, with stop=True.
+    also becomes a Token, the last one, with stop=True.
     """
 
     id: int
@@ -487,9 +490,9 @@ class Chooser:
         self.history = history_of(self.text, self.start, self.params, self.n_vocab, self.device)
 
     def choose(self, logits: Tensor, choice: tuple[int, float] | None = None) -> Token:
-        """The next token from logits (V,). Raises NumericalError if one is not finite.
+        """The next token from logits (V,). Raises NumericalError if a logit is not finite.
 
-        choice  an id and the `extreme` of the logits, if `choose_rows` has chosen
+        choice  the id that `choose_rows` chose, and the `extreme` of the logits; None: choose here
         """
         logits = logits[: self.n_vocab]
         if choice is None:
@@ -501,7 +504,7 @@ class Chooser:
 
     @property
     def alike(self) -> Hashable:
-        """Equal for answers that `choose` can draw together; None if the choice depends on more than the logits."""
+        """A key: `choose` can draw answers with equal keys together. None if a choice needs more than the logits."""
         params = self.params
         if self.history is not None or self.constraint is not None or not {*params.filters.values()} <= {*KEEP_BEST}:
             return None
@@ -509,11 +512,11 @@ class Chooser:
         return 0 if params.greedy else params.temperature, *values
 
     def stages(self, logits: Tensor) -> dict[str, Tensor]:
-        """The `stages` of the next token's logits (V,)."""
+        """{name of the stage: logits} of all `stages`, from the next token's logits (V,)."""
         return dict(stages(logits[: self.n_vocab], self.params, self.history, self.allowed()))
 
     def probs(self, logits: Tensor) -> Tensor:
-        """The distribution of the next token from logits (V,): (V,). Raises NumericalError if one is not finite."""
+        """The distribution of the next token from logits (V,): (V,). Raises NumericalError if a logit is not finite."""
         logits = logits[: self.n_vocab]
         self.check(float(extreme(logits)))
         return probs(logits, self.params, self.history, self.allowed())
@@ -534,7 +537,7 @@ class Chooser:
         return Token(id, logprob, id in self.stop_ids, most_probable(logits, k) if k else {})
 
     def allowed(self) -> Tensor | None:
-        """Which tokens the constraint allows next: (V,) bool; None: all."""
+        """Which tokens the constraint allows next: (V,) bool. None allows all."""
         return None if self.constraint is None else self.constraint.allowed()
 
     def check(self, top: float) -> None:
@@ -543,7 +546,7 @@ class Chooser:
 
 
 def choose_rows(choosers: Mapping[int, Chooser], logits: Tensor) -> dict[int, tuple[int, float]]:
-    """The choices for rows of logits (B, V), by row. An answer whose choice depends on more than its row has none.
+    """{row: (id, extreme)} for logits (B, V), without the answers whose choice depends on more than the logits.
 
     Rows with equal options are drawn together, so the program waits for a GPU once for all of them.
     """

@@ -52,23 +52,23 @@ class Llama:
 
     model          the `Transformer`; its linear layers may be quantized
     tokenizer      the `Tokenizer`
-    chat_template  the Jinja source of the chat template, several sources by name (tool_use, default), or None
+    chat_template  the Jinja source of the chat template, or {name: source} for several (tool_use, default), or None
     chat_format    a built-in chat format that is used in place of the template, such as "llama3", or None; may be set
     template_options  variables of the chat template, such as {"enable_thinking": False}; may be set
-    thinking_budget  the option thinking_budget of answers without one; no limit if it is None; may be set
+    thinking_budget  the thinking_budget of answers whose options give none; None: no limit; may be set
     sampling       sampling options that the checkpoint's generation_config.json asks for; they replace the defaults
     adapters       descriptions of the merged LoRA adapters
     warnings       what a user should know about the checkpoint, one line each
 
-    All methods have the options of `SamplingParams`, with its defaults unless `sampling` contains others, and:
+    Methods that generate accept the options of `SamplingParams`, whose defaults `sampling` may replace, and these:
 
-    draft         "ngram", or a smaller Llama or Transformer with the same vocabulary, which is faster if it predicts
-                  the text well; generation/speculative.py explains it
+    draft         "ngram", or a smaller Llama or Transformer with the same vocabulary. Generation is faster if the
+                  draft predicts the text well; generation/speculative.py explains how
     draft_tokens  the maximum number of drafted tokens per pass
     session       a `Session`, which keeps the KV cache for the next call
 
-    Threads may call it at once, and each gets the answer it would get alone. A Session or a Draft serves one stream at
-    a time; a second stream raises UsageError.
+    Several threads may use a Llama at once, and each gets the answer that it would get alone. A Session or a Draft
+    serves one stream at a time; a second stream raises UsageError.
     """
 
     def __init__(
@@ -117,9 +117,9 @@ class Llama:
 
         With a suffix, a model with infill tokens generates the text between prompt and suffix.
 
-        A list of prompts returns a list of completions, the same as one by one. batch_size of them run at once, without
-        a draft or a session. The first error ends all of them; its message gives the number of the prompt. progress
-        gets the number of finished prompts and of all prompts; for a single text, as in `stream_ids`.
+        For a list of prompts, the result is a list of completions, the same as from a call for each prompt. batch_size
+        prompts run at once; draft and session are not allowed. The first error ends all of them; its message gives the
+        prompt's number. progress gets the numbers of finished and of all prompts; for one prompt, see `stream_ids`.
         """
         checks.instance("progress", progress, Callable | None, "a function")
         if isinstance(prompt, str):
@@ -146,17 +146,17 @@ class Llama:
     def stream(
         self, prompt: str, *, parse_special: bool = False, suffix: str | None = None, **options: Any
     ) -> Generator[Piece]:
-        """`generate` as a stream of pieces, whose texts joined are the completion's text.
+        """`generate` as a stream of pieces. Their texts, joined, are the completion's text.
 
-        str(piece) is its text: `for piece in llm.stream(prompt): print(piece, end="", flush=True)`.
+        str(piece) is the piece's text: `for piece in llm.stream(prompt): print(piece, end="", flush=True)`.
         """
         return self.stream_ids(self.tokenizer.encode_prompt(_text(prompt), parse_special, suffix), **options)
 
     def chat(self, messages: str | Dicts, **options: Any) -> Completion:
         """The assistant's answer to messages [{"role": "user", "content": "..."}, ...], or to one text of the user.
 
-        The model's template formats them, or the built-in format named by `chat_format`. If the last message is the
-        assistant's, the answer continues its text. Besides the options of the class:
+        The model's template, or the built-in format named by `chat_format`, formats the messages. If the last message
+        is the assistant's, the answer continues it. Besides the options of the class, these are accepted:
 
         tools        functions that the assistant may call: Python functions, or their JSON schemas. The calls are part
                      of the text; `llama.chat.parse_tool_calls` finds them
@@ -193,7 +193,7 @@ class Llama:
         *,
         forced: bool = False,
     ) -> list[int]:
-        """Ids of a conversation as `chat` feeds them, ending with the assistant's turn: its start, or its text."""
+        """The ids that `chat` feeds for a conversation. They end where the assistant's answer begins or continues."""
         given = checks.instance("template_options", template_options, Mapping | None, "a mapping from names")
         messages = _messages(messages)
         return encode_chat(
@@ -209,7 +209,7 @@ class Llama:
         )
 
     def thoughts(self, ids: Sequence[int], messages: Dicts = ()) -> Thoughts:
-        """How the answer to a conversation, encoded in these ids, begins: the option `thoughts` of `stream_ids`."""
+        """How the answer to the conversation in `ids` begins, inside a thought or not. Pass it to `stream_ids`."""
         template = TEMPLATES.get(self.chat_format or "", self.chat_template)
         answer = messages[-1]["content"] if continues_answer(messages) else ""
         return find_thoughts(self.tokenizer, template, ids, answer)
@@ -219,11 +219,11 @@ class Llama:
 
         Merged adapters and edited weights are included; quantized weights are dequantized to the model's dtype
         (`llama.quantize` keeps them quantized). Raises UsageError if the path exists or several processes share the
-        model, ConfigError if the format can't express it.
+        model, ConfigError if the format can't express the model.
         """
         target, config, shapes = Path(path), self.model.config, expected_shapes(self.model.config)
         if os.path.lexists(target) or self.model.world is not None:
-            raise UsageError(f"{target}: expected a path that does not exist yet, and one process")
+            raise UsageError(f"{target}: save needs a path that does not exist yet, and a model in one process")
         stored = dict(self.model.named_parameters())
         if more := stored.keys() - shapes.keys():  # a new bias, or an output that is no longer tied
             raise UsageError(
@@ -256,11 +256,11 @@ class Llama:
     ) -> Generator[Piece]:
         """Stream the pieces of text that follow the ids of a prompt; `stream` and `stream_chat` use it.
 
-        session    as in the class; a speculative.Draft as `draft` also keeps its own cache
-        continues  True (default): the text is what the new ids append to the prompt's text. False: it is a separate
-                   text, as in a chat, without the space that SentencePiece adds before every text
-        thoughts   of `Llama.thoughts`, if the answer may begin with a thought
-        progress   called while the prompt is computed: progress(number of tokens done, number of tokens to compute)
+        session    as in the class. `draft` may also be a speculative.Draft, which keeps a cache of its own
+        continues  True (default): the answer continues the prompt's text. False: the answer is a text of its own, as in
+                   a chat, and the space that SentencePiece adds before every text is left out
+        thoughts   the result of `Llama.thoughts`, if the answer may begin with a thought
+        progress   called while the prompt is processed: progress(number of tokens done, number of all these tokens)
 
         Invalid options raise UsageError here, not at the first piece.
         """
@@ -275,7 +275,7 @@ class Llama:
     def _stream(
         self, job: Job, session: Session | None, draft: Draft | None, progress: Progress | None
     ) -> Generator[Piece]:
-        if job.params.prompt_logprobs:  # only a batch computes them
+        if job.params.prompt_logprobs:  # only a batch computes the prompt's
             for _, piece in self.answers([job], batch_size=1):
                 if isinstance(piece, LlamaError):
                     raise piece
@@ -312,9 +312,9 @@ class Llama:
         yield answer.end() if draft is None else answer.end(draft.drafted, draft.accepted)
 
     def prepare(self, prompt: Sequence[int], options: Mapping[str, Any], n: int = 1) -> list[Job]:
-        """Prepare n jobs for `answers`, with the seeds seed, seed + 1, ... Options: those of the class, but draft.
+        """Prepare n jobs for `answers`, with the seeds seed, seed + 1, ... It accepts the class's options but draft.
 
-        calls are schemas of functions: they limit the arguments of calls. Raises UsageError for an invalid option.
+        The option calls has schemas of functions, which limit the calls' arguments. Raises UsageError for a bad option.
         """
         ids, continues = token_ids(prompt), checks.boolean("continues", options.get("continues", True))
         thoughts = checks.instance("thoughts", options.get("thoughts", Thoughts()), Thoughts, "from Llama.thoughts")
@@ -329,7 +329,7 @@ class Llama:
             raise UsageError("thinking_budget needs a chat whose template has marks such as </think>: leave it out")
         before, tools = ids if continues else (), options.get("calls") if grammar is None else None
         if shortest := 2**31 if params.ignore_eos else params.min_tokens:
-            known = sum(id < self.tokenizer.n_vocab for id in ids)  # those that processors see
+            known = sum(id < self.tokenizer.n_vocab for id in ids)  # the ids that processors see
             ends = [id for id in (*self.tokenizer.stop_ids, *params.stop_token_ids) if id < self.tokenizer.n_vocab]
             params = dataclasses.replace(params, processors=[*params.processors, exclude_until(known + shortest, ends)])
         seed = secrets.randbelow(LARGEST_SEED) if params.seed is None else params.seed
@@ -351,12 +351,12 @@ class Llama:
         batch_size: int = BATCH_SIZE,
         between: Callable[[], object] = lambda: None,
     ) -> Iterator[tuple[Job, Piece | LlamaError]]:
-        """Answers to many prompts at once, each as from `stream_ids`: (the job, its next piece).
+        """Answer many prompts at once, each as `stream_ids` does. Yields (a job, the next piece of its answer).
 
         jobs come from `prepare`, in an iterable or a Source, such as a queue. At most batch_size answers are in
         progress; when one ends, the next job is read and uses its row (generation/batch.py). There is a piece for each
-        token, so its text may be empty. A job that can't be run, or whose logits are not finite, yields its error
-        instead of its last piece. Other threads may put jobs into a queue while the answers are read, and None at the
+        token, so its text may be empty. A job that can't be run, or whose logits are not finite, gets its error in
+        place of the last piece. Other threads may put jobs into a queue while the answers are read, and None at the
         end. Setting job.cancelled ends an answer before its next token. `between` is called between passes of the
         model.
         """
@@ -388,19 +388,19 @@ def _messages(messages: str | Dicts) -> list[Message]:
 
 
 def _text(prompt: object) -> str:
-    """A prompt. Raises UsageError for messages, which are for other methods."""
+    """The prompt, if it is a string. Raises UsageError if it is not, for example if it is a list of messages."""
     return checks.instance("prompt", prompt, str, "a string (chat and stream_chat take messages)")
 
 
 def _last(pieces: Iterable[Piece]) -> Completion:
-    """The completion, which the last piece has."""
+    """The completion, which is in the last piece."""
     (completion,) = (piece.completion for piece in pieces if piece.completion is not None)
     return completion
 
 
 @contextmanager
 def _named(number: int, count: int) -> Iterator[None]:
-    """Prefix errors with the number of the prompt, if there are several: `number` from 0, in the message from 1."""
+    """Prefix errors with the prompt's number if there are several. `number` counts from 0, the message from 1."""
     try:
         yield
     except LlamaError as error:

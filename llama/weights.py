@@ -1,4 +1,4 @@
-"""A model's weights: their names and shapes, and how the model stores each of them (`plan_weights`, once)."""
+"""A model's weights: their names and shapes, and how the model stores each of them (decided in `plan_weights`)."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def plan_weights(
 ) -> dict[str, WeightPlan]:
     """How to store each weight, by its name in the model. Reads headers only.
 
-    dtype   the model's
+    dtype   dtype of the model
     scheme  quantizes the linear layers; None: no quantization
-    fast    float matrices may have another dtype than the model (`kept_dtype`)
+    fast    allow float matrices in another dtype than the model's (`kept_dtype`)
     keep    use a file's quantized groups unchanged where the device has a kernel for them
-    layout  of wq and wk
+    layout  order of the rows of wq and wk
 
-    Tied weights are "output.weight"; on two devices, they are "tok_embeddings.weight" too.
+    Tied weights have the name "output.weight". If they are on two devices, "tok_embeddings.weight" is another entry.
     """
     weights = {name: checkpoint.weight(name, layout) for name in checkpoint.shapes}
     tied = checkpoint.config.tie_embeddings
@@ -81,14 +81,14 @@ AGAIN = "quantizing the original would lose less accuracy"
 
 
 def storage_warnings(weights: Mapping[str, WeightPlan], dtype: torch.dtype) -> list[str]:
-    """Warnings about quantized weights of the file that the model stores in another format."""
+    """Warnings about weights that are quantized in the file, but that the model stores in another format."""
     requantized, dequantized, growth, size, could_stay = set(), set(), 0.0, 0, False
     for name, plan in weights.items():
         weight = plan.weight
         if weight.stored in DTYPES or len(weight.shape) != 2:
             continue
         if plan.device.type == "cpu" and not kernels.ready():
-            continue  # nothing can be kept
+            continue  # without kernels, no format can be kept
         if isinstance(plan.format, GroupFormat):
             if not weight.is_stored_as(plan.format):
                 requantized.add(weight.stored)
@@ -116,8 +116,8 @@ def storage_warnings(weights: Mapping[str, WeightPlan], dtype: torch.dtype) -> l
 def check_tensors(checkpoint: Checkpoint) -> None:
     """Raise CheckpointError unless the tensors' names and shapes are those of the architecture. Reads only headers.
 
-    The libraries that read the files make their own checks; this is the only one after them. It does not look for
-    values that are not finite: quantization refuses them, float weights keep them, and a run names them.
+    The libraries that read the files check the files; no other check follows this one. It does not look for values that
+    are not finite: quantization refuses such values; float weights keep them, and a run reports them.
     """
     if found := mismatches(checkpoint):
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
