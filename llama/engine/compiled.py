@@ -2,7 +2,7 @@
 
 Inductor compiles the block when it is first called, once for all layers. A CUDA graph is recorded for each layer and
 each cache, since it contains the addresses of weights, keys and values; so answers of similar length use one cache.
-Prompts run as in model.py: their time goes into matrix products, which compiling does not make faster.
+Prompts run as in model.py, since most of their time goes into matrix products, which compiling does not make faster.
 
 No test has run this file on a GPU.
 """
@@ -44,7 +44,7 @@ class GraphRunner(Runner):
         one = h.shape[1] == 1 and mask is not None and cache is not None and cache.layers[0].visible is None
         if cache is None or not one or not self.watch.unchanged(model.layers) or has_gradients(model):
             return super().layers(model, h, freqs_cis, mask, positions, cache)
-        torch.compiler.cudagraph_mark_step_begin()  # graphs may overwrite what they returned for the last token
+        torch.compiler.cudagraph_mark_step_begin()  # graphs may now overwrite their results for the previous token
         for block, layer in zip(model.layers, cache.layers, strict=True):
             for buffer in layer.buffers:
                 torch._dynamo.mark_static_address(buffer)  # otherwise, each graph would copy the cache
@@ -53,14 +53,14 @@ class GraphRunner(Runner):
 
 
 class FixedCaches:
-    """Makes fixed caches for `Transformer.make_cache`, and uses their memory again: see the top of this file."""
+    """Makes fixed caches for `Transformer.make_cache`, and reuses their memory: see the top of this file."""
 
     def __init__(self) -> None:
-        self.made: dict[object, tuple[KVCache, weakref.ref[KVCache]]] = {}  # a cache of each kind, and its last view
+        self.made: dict[object, tuple[KVCache, weakref.ref[KVCache]]] = {}  # key -> a cache and its last view
 
     def __call__(self, *sizes: int, batch: int = 1, **options: Any) -> KVCache:
-        """A view of an empty cache for sizes[-1] tokens; of a new cache while an earlier view is in use."""
-        if options.get("fixed") is False:  # of a batch, which grows with its answers
+        """A view of an emptied cache for sizes[-1] tokens. While an earlier view is in use, a new cache is made."""
+        if options.get("fixed") is False:  # the cache of a batch grows with the answers
             return KVCache(*sizes, batch=batch, **options)
         key = *sizes[:-1], batch, options.get("dtype"), options.get("kind")
         room = 1 << (sizes[-1] - 1).bit_length()  # a power of two, so that most answers fit into the same cache

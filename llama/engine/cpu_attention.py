@@ -9,7 +9,7 @@ from ..attention import AttentionFunction, dequantized, sdpa
 from ..cache import KeysOrValues, QuantizedKV
 from . import kernels
 
-FEW_KEYS = 32  # two vectors of the widest kind: PyTorch's kernel loses NaN below that
+FEW_KEYS = 32  # two of the widest vectors; with fewer keys, PyTorch's kernel loses NaN
 
 
 def cpu_sdpa(q: Tensor, k: KeysOrValues, v: KeysOrValues, mask: Tensor | None = None) -> Tensor:
@@ -23,7 +23,7 @@ def cpu_sdpa(q: Tensor, k: KeysOrValues, v: KeysOrValues, mask: Tensor | None = 
 
 
 def kernel_attention(q: Tensor, k: KeysOrValues, v: KeysOrValues, mask: Tensor | None = None) -> Tensor:
-    """`attention.sdpa` with the C++ kernels: they read keys and values once for all heads of a group.
+    """`attention.sdpa` with the C++ kernels, which read keys and values once for all query heads of a group.
 
     For few queries, the kernel divides the keys among the cores even if there are fewer heads than cores.
     """

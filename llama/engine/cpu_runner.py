@@ -1,8 +1,8 @@
 """The decoder's layers on a CPU in one operation: a Runner on the C++ kernels (cpp/layers.h).
 
-One call runs all layers, for one token, a prompt or a batch, and rounds its results where model.py does. It needs
-packed weights or weights in 16 bits, and takes them from the model's own modules. If layers or weights were replaced,
-if the model has hooks or computes gradients, it runs as model.py is written.
+One call runs all layers, for one token, a prompt or a batch, and rounds results where model.py does. The
+weights must be packed or have 16 bits; they are those of the model's modules, not copies. If layers or weights were
+replaced, or if the model has hooks or computes gradients, the runner calls module by module as model.py does.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ ops: Any = torch.ops.clearllama
 class KernelRunner(Runner):
     """Runs the layers of a model on the C++ kernels. The results are those of `Runner`, except for the order of sums.
 
-    complete  whether the kernels run complete layers. If a linear layer is wrapped (engine/parallel.py), or for an
-              unusual head_dim, each layer runs as a module, whose linear layers use the kernels
+    complete  whether the kernels run complete layers. If not (a linear layer is wrapped, as in parallel.py, or head_dim
+              is unusual), each layer runs as a module, and only its linear layers use the kernels
     """
 
     def __init__(self, model: Transformer):
@@ -79,7 +79,7 @@ class KernelRunner(Runner):
         return x.view(h.shape)
 
     def slots(self, model: Transformer, h: Tensor, cache: KVCache | None) -> tuple[Any, ...]:
-        """Where the layers keep keys and values, their scales and offsets, and how many of the slots they see."""
+        """The keys and values of the layers, their scales and offsets, and the number of slots to attend to."""
         if cache is None:  # every layer uses the same memory
             B, T, _ = h.shape
             _, KV, D, dtype = model.cache_sizes
@@ -93,17 +93,17 @@ class KernelRunner(Runner):
         return [both[0] for both in buffers], [both[1] for both in buffers], scales, known, cache.visible
 
     def fits(self, tokens: int) -> bool:
-        """Whether the kernels run this many tokens; otherwise PyTorch multiplies many rows by a bfloat16 weight."""
+        """Whether the kernels run this many tokens. If not, PyTorch multiplies the rows by a bfloat16 weight."""
         return tokens > 0 and (tokens <= FEW_ROWS or self.any_rows)
 
     def threads(self, tokens: int) -> contextlib.AbstractContextManager[None]:
-        """Alternating between PyTorch's threads and the kernels' is slow, so the kernels get them for the pass."""
+        """Alternating between PyTorch's threads and the kernels' is slow, so only the kernels' run during the pass."""
         return kernels.own_threads() if self.fits(tokens) else contextlib.nullcontext()
 
     def unchanged(self, model: Transformer) -> bool:
         """Whether the model is still the one that this runner was made for, without hooks.
 
-        Raises UsageError if a model with packed weights was cast: they can't follow.
+        Raises UsageError if a model with packed weights was cast to another dtype, since packed weights can't be cast.
         """
         if model.norm.weight.dtype == self.dtype:
             return self.watch.unchanged(model.layers)
@@ -126,7 +126,7 @@ def linears(layers: nn.Module) -> list[nn.Module]:
 
 
 def supports(model: Transformer) -> bool:
-    """Whether the kernels run a model: they know its linear layers, dtype and form of RoPE."""
+    """Whether the kernels can run a model: they must know its linear layers, dtype and form of RoPE."""
     if model.rope.form not in ("complex", "real") or model.norm.weight.dtype == torch.float16:
         return False
     return all(isinstance(layer, TileLinear | FewRowsLinear) for layer in linears(model.layers)) and kernels.ready()

@@ -4,13 +4,13 @@
     rows_of_tiles      dequantize some rows of a packed weight
     quantize_to_tiles  quantize a weight to 4 or 8 bits and pack it
     pack_blocks        pack the blocks of a GGUF file
-    linear_bf16        multiply rows of x by a weight in 16 bits: a few; with AMX, or if they widen, any number
+    linear_bf16        multiply a few rows of x by a weight in 16 bits (any number with AMX, or if `widen`)
     attend             attention
     layers             all layers of a model (cpu_runner.py)
 
-The sources include only the stable headers of torch, and several cores compile them, in ten to twenty seconds. Without
-a compiler, or on a machine that no form is for, `ready` logs the reason once and the callers use PyTorch's operators.
-CLEARLLAMA_KERNELS overrides the form: off, or one of FORMS.
+Several cores compile the sources in ten to twenty seconds, since these include only torch's stable headers. Without a
+compiler, or on a machine for which there is no form, `ready` logs the reason once and the callers use PyTorch's
+operators. CLEARLLAMA_KERNELS overrides the choice of the form: off, or one of FORMS.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .runtime import end_openmp_threads
 LOG = logging.getLogger(__name__)
 SOURCE = Path(__file__).parent / "cpp" / "kernels.cpp"  # compiled with the other .cpp files in its folder
 
-# Form of the kernels -> compiler flags.
+# FORMS: name of a form of the kernels -> compiler flags
 AVX512 = (
     "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mavx512bf16 -mavx2 -mfma -mf16c -mprefer-vector-width=512"
 )
@@ -82,7 +82,7 @@ def pick_form() -> str | None:
 
 
 def arm_features() -> dict[str, bool]:
-    """The instructions of ARM processors that the kernels use, and whether Linux lists them."""
+    """The instructions of ARM processors that the kernels use, and whether Linux lists each."""
     lines = read(CPUINFO).splitlines()
     listed = next((line.partition(":")[2].split() for line in lines if line.startswith("Features")), [])
     return {name: flag in listed for name, flag in (("dotprod", "asimddp"), ("i8mm", "i8mm"), ("bf16", "bf16"))}
@@ -105,12 +105,12 @@ def ready() -> bool:
 
 
 def has_tiles() -> bool:
-    """Whether the kernels use the tile registers of AMX: then they multiply many rows by a bfloat16 weight as well."""
+    """Whether the kernels use the tile registers of AMX. Then they multiply any number of rows by a bfloat16 weight."""
     return ready() and pick_form() == "amx"
 
 
 def widen() -> bool:
-    """Whether the kernels widen 16-bit weights to float32 as they read them: on processors without bfloat16.
+    """Whether the kernels widen 16-bit weights to float32 as they read them. They do on processors without bfloat16.
 
     Then they multiply any number of rows, in any dtype, by a weight in bfloat16 or float16.
     """
@@ -118,12 +118,12 @@ def widen() -> bool:
 
 
 def _library() -> ctypes.CDLL | None:
-    with _LOCK:  # several threads create layers
+    with _LOCK:  # several threads may create layers at once
         return _load()
 
 
 _LOCK = threading.RLock()
-if hasattr(os, "register_at_fork"):  # a child could wait for ever for a thread that is loading the kernels
+if hasattr(os, "register_at_fork"):  # or a child could wait for ever for a thread of its parent
     os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
 
 
@@ -150,7 +150,7 @@ def sources() -> str:
 
 
 def compiler() -> str | None:
-    """The command of this machine's C++ compiler, None without one. CXX overrides it."""
+    """The command of this machine's C++ compiler, None if there is none. CXX overrides it."""
     return os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
 
 
@@ -161,7 +161,7 @@ def built(form: str) -> Path | None:
 
 
 def _location(form: str) -> Path:
-    """The path of the library for a form. The name contains a hash of everything it is built from."""
+    """The path of the library for a form. Its name contains a hash of everything that the library is built from."""
     parts = "\0".join((sources(), *_flags(form), torch.__version__))
     return cache_folder() / "kernels" / f"{form}-{hashlib.sha256(parts.encode()).hexdigest()[:16]}.so"
 
@@ -202,7 +202,7 @@ def _build(form: str, library: Path) -> None:
         stderr=subprocess.PIPE,
         errors="replace",
         start_new_session=True,
-        env={**os.environ, "TMPDIR": str(library.parent)},  # a killed compiler leaves its files
+        env={**os.environ, "TMPDIR": str(library.parent)},  # a killed compiler does not delete its files
     )
     with alive, process, ours:
         _, output = process.communicate(timeout=300)
@@ -236,9 +236,9 @@ def _warn(reason: str) -> None:
 def own_threads() -> Iterator[None]:
     """Within this context, the kernels use all of PyTorch's threads, and PyTorch's own operators use one.
 
-    PyTorch's threads wait for work by spinning, so in between they would take the cores from the kernels' threads;
-    those that still spin are ended. Both numbers belong to the calling thread. The context changes nothing without the
-    kernels, or within itself.
+    PyTorch's threads wait for work by spinning, so between operations they would take the cores from the kernels'
+    threads; those that still spin are ended. Both numbers of threads are settings of the calling thread. Without the
+    kernels, or inside another such context, the context changes nothing.
     """
     threads = torch.get_num_threads()
     library = None if threads == 1 else _library()
@@ -248,7 +248,7 @@ def own_threads() -> Iterator[None]:
     choose = library.clearllama_choose_threads  # both numbers in one call, which a signal can't interrupt
     try:
         choose(threads, 1)
-        end_openmp_threads()  # takes 0.1 ms if there are any, otherwise 1 us
+        end_openmp_threads()  # takes 0.1 ms if there are such threads, otherwise 1 us
         yield
     finally:
         choose(0, threads)
@@ -256,7 +256,7 @@ def own_threads() -> Iterator[None]:
 
 @contextlib.contextmanager
 def all_threads() -> Iterator[None]:
-    """Within `own_threads`, a context for one of PyTorch's own operators: it uses all threads again."""
+    """Within `own_threads`, a context in which PyTorch's own operators use all threads again."""
     library = _library()
     threads = 1 if library is None or torch.get_num_threads() > 1 else int(library.clearllama_threads())
     if library is None or threads == 1:
@@ -291,7 +291,7 @@ def rows_of_tiles(tiles: Tensor, ids: Tensor, shape: tuple[int, int], format: Gr
 
 
 def quantize_to_tiles(weight: Tensor, clips: Sequence[float], bits: int, group: int, offset: bool) -> Tensor:
-    """Quantize a weight (N, K) as quant.schemes.quantize does, and pack it. A NaN makes the scale of its group NaN."""
+    """Quantize a weight (N, K) as quant.schemes.quantize does, and pack it. A NaN makes its group's scale NaN."""
     rows = weight.contiguous()
     if rows.dtype not in (torch.float32, torch.bfloat16):
         rows = rows.float()
@@ -300,12 +300,12 @@ def quantize_to_tiles(weight: Tensor, clips: Sequence[float], bits: int, group: 
 
 
 def pack_blocks(raw: Tensor, type: str, order: Tensor | None, out: Tensor) -> None:
-    """Pack blocks of a GGUF type (rows, bytes) as tiles.pack does, into `out`; order (n,): the rows to pack, or all."""
+    """Pack blocks of a GGUF type (rows, bytes) as tiles.pack does, into `out`. order (n,): which rows, None: all."""
     torch.ops.clearllama.pack_blocks(raw, type, order, out)
 
 
 def linear_bf16(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear in bfloat16, without AMX for a few rows: (.., K), (N, K), (N,) -> (.., N).
+    """F.linear in bfloat16: (.., K), (N, K), (N,) -> (.., N). Without AMX, it is meant for a few rows.
 
     If the kernels widen weights (`widen`), x and bias may have another dtype, and the weight may be float16.
     """
@@ -319,7 +319,7 @@ def linear_bf16(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, k_scale: Tensor | None = None, v_scale: Tensor | None = None
 ) -> Tensor:
-    """attention.sdpa: -> (B, H, T, D). k and v may be int8 with scales (B, KV, S).
+    """attention.sdpa, with the result (B, H, T, D). k and v may be int8 with scales (B, KV, S).
 
     D must be a multiple of 16 up to 256. q, k and v may have any strides except on the last axis, which must be 1.
     """

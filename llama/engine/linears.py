@@ -3,7 +3,7 @@
 A decoding step spends most of its time on reading weights, so a quarter of the bytes takes about a quarter of the time.
 
     nn.Linear      any device and dtype; PyTorch
-    FewRowsLinear  16 bits on a CPU; a C++ kernel for a few rows, with AMX or in float32 for any number
+    FewRowsLinear  16 bits on a CPU; a C++ kernel for a few rows; for any number with AMX, or if it computes in float32
     TileLinear     2 to 8 bits on a CPU; a C++ kernel for any number of rows
     Int4Linear     4 bits on a recent CUDA device; PyTorch's kernel
     GroupedLinear  4 or 8 bits on any other device; PyTorch, which dequantizes the weight in each pass
@@ -32,15 +32,15 @@ from .packing import to_floats, to_groups, to_tiles
 LOG = logging.getLogger(__name__)
 FEW_ROWS = 4  # the kernel reads the weight once for up to 4 rows
 HALVES = (torch.bfloat16, torch.float16)
-DEQUANTIZED_ENTRIES = 2**26  # entries that GroupedLinear dequantizes at a time
+DEQUANTIZED_ENTRIES = 2**26  # maximum entries that GroupedLinear dequantizes at a time
 
 
 class FewRowsLinear(nn.Module):
     """A linear layer with a weight in 16 bits on a CPU; the weight may be in a mapped file.
 
     Few rows go to a C++ kernel, which reads the weight as fast as the memory allows. More rows go to F.linear, unless
-    the kernels use AMX. On processors without bfloat16, the kernel multiplies any rows in float32: x has the model's
-    dtype, the weight is bfloat16 or float16, and widening it is exact.
+    the kernels use AMX. On processors without bfloat16, the kernel multiplies any number of rows in float32: x has the
+    model's dtype, the weight is bfloat16 or float16, and widening the weight is exact.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
@@ -70,7 +70,7 @@ def _records(*tensors: Tensor) -> bool:
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer in 2 to 8 bits. A subclass has the weight, and the product, which has the dtype of x."""
+    """A linear layer in 2 to 8 bits. The result has the dtype of x. Subclasses have the weight and the product."""
 
     bias: Tensor | None
     product: Callable[[Tensor], Tensor]  # (.., in) -> (.., out), without the bias
@@ -127,10 +127,10 @@ class TileLinear(QuantizedLinear):
 
 
 class GroupedLinear(QuantizedLinear):
-    """A quantized linear layer for a GPU in plain PyTorch, and the reference for the other layers: 4 or 8 bits.
+    """A quantized linear layer for a GPU in plain PyTorch, in 4 or 8 bits; the reference for the other layers.
 
-    Each pass dequantizes the weight. Compiled code (engine/compiled.py) does so inside the product of one row, so that
-    it reads only the packed weight; otherwise at most 2^26 dequantized entries are in memory at a time.
+    Each pass dequantizes the weight. Compiled code (engine/compiled.py) dequantizes inside the product with one row, so
+    that it reads only the packed weight; otherwise at most 2^26 dequantized entries are in memory at a time.
     """
 
     quants: Tensor
@@ -168,7 +168,7 @@ class GroupedLinear(QuantizedLinear):
 
     def product(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling() and x.numel() == self.in_features:
-            y = (self.dequantized() * x.float().flatten()).sum(-1)  # fused into one
+            y = (self.dequantized() * x.float().flatten()).sum(-1)  # fused into one kernel
             return y.to(x.dtype).reshape(*x.shape[:-1], -1)
         step = max(1, DEQUANTIZED_ENTRIES // self.in_features)
         parts = [slice(first, first + step) for first in range(0, self.out_features, step)]
@@ -181,13 +181,13 @@ def two_per_byte(quants: Tensor) -> Tensor:
 
 
 def _narrow(scales: Tensor) -> Tensor:
-    """Convert to float16 if that is exact, as for scales of `quantize`. Contiguous: `_apply` views them as bytes."""
+    """Convert to float16 if exact, as for scales of `quantize`. `_apply` needs them contiguous, to view as bytes."""
     half = scales.half()
     return (half if torch.equal(half.float(), scales.float()) else scales).contiguous()
 
 
 class Int4Linear(QuantizedLinear):
-    """A linear layer in 4 bits for a CUDA device, by PyTorch's own kernel, which is made for few rows.
+    """A linear layer in 4 bits for a CUDA device, with PyTorch's own kernel, which is fastest for few rows.
 
     The kernel computes in bfloat16, scales included. `has_int4_kernel` says what it supports.
     """
@@ -227,7 +227,7 @@ class QuantizedEmbedding(nn.Module):
     def __init__(self, output: TileLinear | GroupedLinear, dtype: torch.dtype):
         super().__init__()
         self._output, self.dtype = (output,), dtype  # in a tuple, so that it is not a submodule of the embedding too
-        self.register_buffer("tiles", getattr(output, "tiles", None))  # part of the model, also if they are not tied
+        self.register_buffer("tiles", getattr(output, "tiles", None))  # part of the model even if not tied
 
     @property
     def output(self) -> TileLinear | GroupedLinear:
@@ -245,7 +245,7 @@ class QuantizedEmbedding(nn.Module):
 
 # ------------------------------------------------------------------------------------------------------- the choice
 class SkipInit(TorchFunctionMode):
-    """Skips random initialization: all weights are replaced, and the first draw on the meta device takes a second."""
+    """Skips random initialization: all weights are replaced, and the first draw on the meta device takes 1 s."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -293,7 +293,7 @@ def make_embedding(output: nn.Module, dtype: torch.dtype) -> nn.Module:
     if isinstance(output, TileLinear | GroupedLinear):
         return QuantizedEmbedding(output, dtype)
     weight: Any = output.weight
-    if isinstance(output, Int4Linear):  # its kernel reads no single rows
+    if isinstance(output, Int4Linear):  # its kernel can't read single rows
         return nn.Embedding.from_pretrained(weight.to(dtype))
     kind = HalfEmbedding if dtype == torch.float32 and weight.dtype in HALVES else nn.Embedding
     embedding = kind.from_pretrained(weight)
@@ -320,7 +320,7 @@ def warn_of_dequantization(device: torch.device) -> None:
 
 
 def kept_format(format: GroupFormat, device: torch.device) -> GroupFormat | None:
-    """The format in which a device computes with a file's quantized weight; None if it is dequantized there."""
+    """The format in which a device computes with a file's quantized weight; None if the weight is dequantized there."""
     if device.type == "cpu":
         return format if kernels.ready() else None
     simple = format.bits in (4, 8) and format.group % 32 == 0 and not (format.codebook or format.levels)
@@ -330,7 +330,7 @@ def kept_format(format: GroupFormat, device: torch.device) -> GroupFormat | None
 def kept_dtype(stored: torch.dtype, dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype of a float matrix on a device, in a model that computes in `dtype`.
 
-    A CPU that would have to widen a file's 16 bits to float32 does so in each product: the numbers are the same.
+    If a CPU needs a file's 16-bit weights in float32, each product widens them, with the same numbers as in advance.
     """
     widens = dtype == torch.float32 and device.type == "cpu" and kernels.widen()
     return stored if widens and stored in HALVES else dtype
@@ -346,6 +346,6 @@ def check_quantized(scheme: str, device: torch.device) -> None:
 
 
 def describe_quantization(model: nn.Module) -> str:
-    """'4/8-bit' for a model with quantized weights of 4 and of 8 bits; '' for one without."""
+    """'4/8-bit' for a model with quantized weights of 4 and of 8 bits; '' for a model without quantized weights."""
     bits = {module.bits for module in model.modules() if isinstance(module, QuantizedLinear)}
     return f"{'/'.join(map(str, sorted(bits)))}-bit" if bits else ""

@@ -1,7 +1,7 @@
 """Where NaN or infinity begins: a second pass over the same tokens, after the logits were not finite.
 
-The first pass checks one number of the logits, so that it costs nothing. This pass checks the input and the output of
-every layer and ends at the first number that is not finite.
+To cost almost nothing, generation checks only one number of the logits. The second pass checks the input and the output
+of every layer, and ends at the first number that is not finite.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ FLOAT32 = "try dtype='float32' (--dtype float32)"
 
 
 class Begins(Exception):
-    """Raised where NaN or infinity begins: the layer's name, the layer, and whether in its output or only its input."""
+    """Raised where NaN or infinity begins. args: the layer's name, the layer, and whether it is in the output."""
 
 
 @torch.inference_mode()
 def locate(model: Transformer, tokens: Sequence[int]) -> str:
-    """Half a sentence: where the numbers stop being finite on these tokens, the cause, and the remedy.
+    """The second half of an error message: the layer where numbers stop being finite, the cause, and the remedy.
 
-    It raises no Exception, since it is part of another error's message: a failure becomes text as well.
+    It raises no Exception, since it is called while another error is reported. Its own failure becomes text too.
     """
     dtype = dtype_name(model.norm.weight.dtype)
     if model.world is not None:  # in a second pass, the processes could stop at different layers
         return f"the weights hold NaN or infinity, or the numbers overflow in {dtype}: {FLOAT32}"
     try:
         found = begins(model, tokens)
-    except Exception as error:  # of a hook, too
+    except Exception as error:  # also one that a hook raises
         reason = " ".join(str(error).split())[:120] or type(error).__name__
         return f"the layer where non-finite numbers begin could not be found ({reason}); {FLOAT32}"
     if found is None:
@@ -88,17 +88,17 @@ def begins(model: Transformer, tokens: Sequence[int]) -> Begins | None:
 
 
 def _pass(model: Transformer, tokens: Sequence[int]) -> None:
-    """Prefill and one decoding step, module by module: the last token is fed alone."""
-    model = copy.copy(model)  # the same modules
+    """Prefill, then one decoding step with the last token, module by module."""
+    model = copy.copy(model)  # a shallow copy, with the same modules
     if not isinstance(model.runner, PlacedRunner):
-        model.runner = Runner()  # others call no hooks
+        model.runner = Runner()  # other runners call no hooks
     cache = model.new_cache(len(tokens))
     prefill(model, tokens[:-1], cache) if len(tokens) > 1 else None
     model(torch.tensor([tokens[-1:]], device=cache.device), cache=cache)
 
 
 def weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """A layer's floating-point tensors; of a quantized layer its scales and offsets."""
+    """A layer's floating-point tensors by name. Of a quantized layer, these are the scales and offsets."""
     if isinstance(module, QuantizedEmbedding):
         module = module.output
     if isinstance(module, TileLinear):

@@ -15,7 +15,7 @@ from ..quant.tiles import TILE, pack, scales_of, tiles_shape
 from ..system.pages import empty_in_large_pages
 from . import kernels
 
-# Entries of a weight that are unpacked at once: more on a GPU, where each operation costs a launch
+# Maximum entries of a weight to unpack at once. A GPU takes more, since each of its operations costs a launch
 ON_CPU, ON_GPU = 2**18, 2**24
 
 
@@ -32,7 +32,7 @@ def to_floats(weight: Weight, device: torch.device, dtype: torch.dtype) -> Tenso
 
 
 def to_groups(weight: Weight, format: GroupFormat, device: torch.device) -> GroupedWeight:
-    """A weight in groups on a device: those of the file if they have this format, otherwise quantized there."""
+    """A weight in groups on a device: the file's groups if they have this format; otherwise the device quantizes it."""
     read = _reader(weight, format, device)
     found = joined([read(rows) for rows in weight.pieces(ON_CPU if device.type == "cpu" else ON_GPU)])
     weight.release()
@@ -40,9 +40,9 @@ def to_groups(weight: Weight, format: GroupFormat, device: torch.device) -> Grou
 
 
 def to_tiles(weight: Weight, format: GroupFormat) -> Tensor:
-    """A weight packed for the C++ kernels: the file's tiles, its groups if they have this format, or quantized.
+    """A weight packed for the C++ kernels. Tiles and groups in this format are kept; others are quantized.
 
-    Floats that the kernel can read in place are quantized in one piece: between pieces, threads would wait.
+    Floats that the kernel can read in place are quantized in one piece, since threads would wait between pieces.
     """
     tiles = weight.tiles()
     if tiles is not None and weight.format == format:
@@ -89,7 +89,7 @@ def _reader(weight: Weight, format: GroupFormat, device: torch.device) -> Callab
 
 
 def _in_pieces(weight: Weight, format: GroupFormat, write: Callable[[slice, Tensor], object]) -> Tensor:
-    """The tiles of a weight, written piece by piece: `write(rows, out)`. Only one piece is in memory unpacked."""
+    """The tiles of a weight, written piece by piece by `write(rows, out)`. Only one piece at a time is unpacked."""
     out = empty_in_large_pages(*tiles_shape(weight.shape, format))
     for rows in weight.pieces(ON_CPU):
         write(rows, out[rows.start // TILE : -(-rows.stop // TILE)])

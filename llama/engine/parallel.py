@@ -2,15 +2,15 @@
 
 Every rank runs the same program on the same ids, with its slices of the matrices (arXiv:1909.08053):
 
-    wq, wk, wv, w_gate, w_up  some rows: each rank computes its own heads and features. If there are fewer key/value
+    wq, wk, wv, w_gate, w_up  each rank has some rows: its heads and features. If there are fewer key/value
                               heads than ranks, several ranks have the same heads
-    wo, w_down                some columns; the results of all ranks are summed (RowParallel)
-    output                    some rows, unless the embedding shares its weight; all ranks get all logits
+    wo, w_down                each rank has some columns; the results of all ranks are summed (RowParallel)
+    output                    each rank has some rows, or all if the weights are tied; all ranks get all logits
                               (GatheredOutput)
 
 Hosts may round differently, so they could pick different tokens from nearly equal logits. Therefore all ranks take the
-token that rank 0 picked (`World.agree`), and what rank 0 has read (`World.first`). gloo carries CPU tensors, nccl GPU
-tensors; both raise RuntimeError if another rank has ended.
+token that rank 0 picked (`World.agree`) and the input that rank 0 read (`World.first`). gloo carries CPU tensors, nccl
+GPU tensors; both raise RuntimeError if another rank has ended.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from ..tokenizer import Tokenizer
 from .runtime import pick_device
 
 WORK = timedelta(days=20)  # limit of a collective: a user may take long to type. A rank that ends is detected at once
-SUMMED = ("wo", "w_down")  # layers that are divided by columns
+SUMMED = ("wo", "w_down")  # layers whose columns are divided among the ranks
 ALL = slice(None)
 T = TypeVar("T")
 
 
 class World:
-    """The processes that share a model. `device` has this rank's part of it, `config` is the complete model's."""
+    """The processes that share a model. `device` has this rank's part; `config` describes the complete model."""
 
     config: ModelConfig
 
     def __init__(self, rank: int, size: int, device: torch.device):
         self.rank, self.size, self.device = rank, size, device
-        self.on_this_host = int(os.environ.get("LOCAL_WORLD_SIZE", size))  # ranks that share its memory
+        self.on_this_host = int(os.environ.get("LOCAL_WORLD_SIZE", size))  # number of ranks
         self.group = dist.new_group(timeout=WORK)
 
     def first(self, function: Callable[[], T]) -> T:
@@ -74,7 +74,7 @@ class World:
         return tuple(row.to(values.dtype) for row, values in zip(numbers, choice, strict=True))
 
     def check_same(self, what: str, fact: str) -> None:
-        """Raise UsageError on all ranks unless they have the same fact. `what` is its name."""
+        """Raise UsageError on all ranks unless `fact` is the same on all. `what` names the fact in the message."""
         facts = [""] * self.size
         dist.all_gather_object(facts, fact, self.group)
         for rank, other in enumerate(facts):
@@ -82,14 +82,14 @@ class World:
                 raise UsageError(f"rank {rank} and rank 0 have different {what}; start all ranks with the same {what}")
 
     def slice(self, checkpoint: Checkpoint) -> Checkpoint:
-        """This rank's part of a checkpoint, after a check that all ranks have the same one."""
+        """This rank's part of a checkpoint, after a check that all ranks have the same checkpoint."""
         self.config = checkpoint.config
         facts = checkpoint.config, dict(checkpoint.sampling), sample_hash(checkpoint), checkpoint.adapters_hash
         self.check_same("model files", str(facts))
         return ShardedCheckpoint(checkpoint, self.rank, self.size)
 
     def wrap(self, model: Transformer) -> None:
-        """Wrap the layers of this rank's part of a model where ranks exchange numbers, in place."""
+        """Wrap, in place, those layers of this rank's part of a model at which ranks exchange numbers."""
         whole = self.config
         for block in model.layers:
             for name in ("attention.wo", "feed_forward.w_down"):
@@ -107,12 +107,12 @@ class World:
 
 
 def join(store: Any, rank: int, size: int, device: str | None = None) -> World:
-    """Connect to the other ranks through torchrun's store. On GPUs, a rank uses that of its LOCAL_RANK."""
+    """Connect to the other ranks through torchrun's store. On GPUs, a rank uses the GPU numbered LOCAL_RANK."""
     chosen = pick_device(device)
     if chosen.type == "cuda":
         chosen = pick_device(f"cuda:{os.environ.get('LOCAL_RANK', rank)}")
         torch.cuda.set_device(chosen)
-    if os.environ.get("LOCAL_WORLD_SIZE") == str(size):  # one host: nothing needs to be reachable from outside
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(size):  # one host, so accept no connections from outside
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo0" if sys.platform == "darwin" else "lo")
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
@@ -151,7 +151,7 @@ class GatheredOutput(nn.Module):
 
 # ------------------------------------------------------------------------------------------------------- the slices
 def divides(ranks: int, config: ModelConfig) -> bool:
-    """Whether a model can be divided among so many ranks: complete heads and equal widths."""
+    """Whether a model can be divided among so many ranks, with complete heads and equal widths."""
     heads, groups = config.n_heads, config.n_kv_heads
     whole_groups = groups % ranks == 0 or ranks % groups == 0
     return heads % ranks == 0 and whole_groups and config.hidden_dim % ranks == 0
@@ -184,7 +184,7 @@ class ShardedCheckpoint(Checkpoint):
         self.shapes = {name: self.weight(name).shape for name in whole.shapes}
 
     def cut(self, name: str) -> tuple[slice, slice]:
-        """The rows and columns of a weight that this rank has; of a bias, the rows are its entries."""
+        """The rows and columns of a weight that this rank has; for a bias, rows are entries."""
         layer = name.split(".")[-2]
         whole, own = self.whole.config, self.config
         if layer in ("wk", "wv"):  # ranks with the same head read the same rows
@@ -211,9 +211,9 @@ class ShardedCheckpoint(Checkpoint):
 
 
 def sample_hash(checkpoint: Checkpoint) -> str:
-    """A hash of all vectors and of the first row of each matrix, outside the layers and in three of them.
+    """A hash of all vectors and of the first row of each matrix, of three layers and of all that is outside layers.
 
-    Training, or merging an adapter, changes these.
+    Training, or merging an adapter, changes the hash.
     """
     last = checkpoint.config.n_layers - 1
     layers = tuple(f"layers.{i}." for i in (0, last // 2, last))

@@ -1,9 +1,10 @@
-"""One model on several devices: consecutive layers on each; the hidden state is copied from device to device.
+"""One model on several devices. Each has consecutive layers; the hidden state is copied from device to device.
 
-This serves a model that is larger than the only GPU (its last layers run there, the others on the CPU), and several
-GPUs in one process. One device works at a time, so this saves memory but not time; tensor parallelism saves both.
+This serves a model larger than the only GPU (the last layers run on the GPU, the others on the CPU), and
+several GPUs in one process. Only one device works at a time, so this saves memory but not time; tensor parallelism
+saves both.
 
-Logits come out on the last device, `model.norm.weight.device`, which also has the norm, the output layer and sampling.
+The last device, `model.norm.weight.device`, has the norm, the output layer and the logits, and samples.
 The keys and values of a layer are on its device.
 """
 
@@ -51,9 +52,9 @@ class Placement:
 def pick_placement(config: ModelConfig, devices: Devices = None, gpu_layers: int | None = None) -> Placement:
     """Choose the devices of a model's parts.
 
-    devices     one device, or several separated by commas: each gets consecutive layers, about equally many bytes
-    gpu_layers  number of layers on the GPU, the last ones, since the output layer and sampling follow them: the hidden
-                state is copied to the GPU once and never back. The embedding stays with the first layers
+    devices     one device, or several separated by commas: each gets consecutive layers of about equally many bytes
+    gpu_layers  number of layers on the GPU. They are the last layers, so that the hidden state is copied to the GPU
+                once and never back. The embedding stays with the first layers
     """
     named = devices.split(",") if isinstance(devices, str) else devices
     several = named if isinstance(named, Sequence) else [named]
@@ -80,9 +81,9 @@ def spread(config: ModelConfig, devices: Sequence[torch.device]) -> Placement:
     vocabulary = config.vocab_size * config.dim
     layer = sum(map(math.prod, config.block_shapes.values()))
     load, count = [0] * len(devices), [0] * len(devices)
-    load[0] += vocabulary  # the embedding; a tied one too, if the output layer is on another device
+    load[0] += vocabulary  # the embedding, even a tied one: the output layer may be on another device
     load[-1] += vocabulary
-    for _ in range(config.n_layers):  # all layers have the same size: each goes to the least loaded device
+    for _ in range(config.n_layers):  # all layers have the same size, and each is given to the least loaded device
         least = load.index(min(load))
         load[least] += layer
         count[least] += 1
@@ -101,7 +102,7 @@ class PlacedRunner(Runner):
     def layers(
         self, model: Transformer, h: Tensor, freqs_cis: FreqsCis, mask: Tensor | None, positions: Tensor, cache: Cache
     ) -> Tensor:
-        """The result is on the last device; the arguments may be on any one device."""
+        """The result is on the last device; all arguments are on one device, whichever it is."""
         blocks = enumerate(zip(model.layers, self.placement.layers, strict=True))
         for device, group in groupby(blocks, key=lambda item: item[1][1]):
             h, at = h.to(device), positions.to(device)

@@ -51,7 +51,7 @@ def pick_dtype(name: str | torch.dtype | None, device: torch.device) -> torch.dt
     """The dtype with a name; None or "auto": the fastest on the device, bfloat16 if the device has instructions for it.
 
     A decoding step spends most of its time on reading weights, so half the bytes take half the time. On a CPU without
-    bfloat16, weights in 16 bits keep their bytes, and float32 computes with them (`linears.kept_dtype`).
+    bfloat16, 16-bit weights stay in 16 bits, and the products are computed in float32 (`linears.kept_dtype`).
     """
     if isinstance(name, torch.dtype):
         if name not in DTYPES.values():
@@ -65,7 +65,7 @@ def pick_dtype(name: str | torch.dtype | None, device: torch.device) -> torch.dt
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
     if device.type == "cpu":
-        from . import kernels  # which imports this module
+        from . import kernels  # imported here, since kernels.py imports this module
 
         fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
         fast = fast or kernels.arm_features()["bf16"]
@@ -87,8 +87,8 @@ def set_threads(count: int | None) -> None:
 def end_openmp_threads() -> None:
     """End the threads that GNU's OpenMP has started for the calling thread; the next operation starts them again.
 
-    Before a fork: a child has only the thread that forked, and its OpenMP would wait for the other threads, also in
-    PyTorch's operators. Before the kernels run: OpenMP's threads spin for milliseconds on the cores that they need.
+    Called before a fork, since the child has only the thread that forked, and OpenMP there would wait for the others.
+    Called before the kernels run, since OpenMP's threads spin for milliseconds on the cores that the kernels need.
     """
     for library in _openmp():
         library.omp_pause_resource_all(2)  # omp_pause_hard

@@ -1,7 +1,7 @@
 """Whether a model is still what a runner was made for.
 
 The kernels and a compiled step call no modules, so they would not notice a forward hook or a layer that was replaced.
-Their runners ask before each pass, and otherwise run module by module.
+So their runners call `ModelWatch.unchanged` before each pass; if it returns False, they run module by module.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ LOG = logging.getLogger(__name__)
 
 
 class ModelWatch:
-    """Compares the layers of a model with those when the watch was created.
+    """Compares the layers of a model with the layers at the time when the watch was created.
 
-    It is asked for every token, so it only runs C loops over prepared lists: 20 microseconds for 30 blocks.
+    `unchanged` is called for every token, so it only runs C loops over prepared lists: 20 microseconds for 30 blocks.
 
-    instead  what does not run while there are hooks, for the one line that is then logged
+    instead  names what does not run while there are hooks, in the warning that is then logged once
     """
 
     def __init__(self, layers: nn.Module, instead: str = "the fused C++ kernels"):
@@ -31,7 +31,7 @@ class ModelWatch:
         self.instead, self.logged = instead, False
         self.attributes = [module.__dict__ for module in modules]
         self.hooks = [hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
-        self.contents: list[dict[str, Any]] = [  # a module usually has entries in one of these
+        self.contents: list[dict[str, Any]] = [  # usually, only one of a module's three dicts has entries
             contents
             for module in modules
             for contents in (module._modules, module._parameters, module._buffers)
@@ -40,7 +40,7 @@ class ModelWatch:
         self.members = [layers, *self._members()]
 
     def _members(self) -> Iterator[object]:
-        """Every module, parameter and buffer, also those that are None."""
+        """Every module, parameter and buffer, including entries that are None."""
         return chain.from_iterable(map(dict.values, self.contents))
 
     def unchanged(self, layers: nn.Module) -> bool:

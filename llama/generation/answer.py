@@ -1,4 +1,4 @@
-"""Answers: new ids become text, stop strings end it, and statistics describe it."""
+"""Answers: new ids become text, stop strings end the text, and statistics describe the answer."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ FinishReason = Literal["stop", "length"]
 class Stats:
     """Counts and times of a generation. Times are in seconds; speeds in tokens per second, or None if not measured.
 
-    drafted_tokens were proposed by a draft (speculative.py); accepted_tokens of them are part of the answer.
-    reasoning_tokens of new_tokens are the thought with its marks.
+    drafted_tokens counts what a draft proposed (speculative.py), accepted_tokens how many of them the model accepted.
+    reasoning_tokens counts those of new_tokens that are the thought, with its marks.
     """
 
     prompt_tokens: int
@@ -55,7 +55,7 @@ class Stats:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of streamed text: complete characters, possibly none. The last piece has the Completion.
+    """A part of streamed text: complete characters, possibly none. Only the last piece has a completion.
 
     token      the new token of this piece, if any; its text may come with a later piece
     reasoning  a part of the thought, possibly empty, if the token belongs to the thought; None otherwise
@@ -78,8 +78,8 @@ class Piece:
 class Completion:
     """A finished generation. str(completion) is the text.
 
-    text           the new text only, cut before a stop string; without the thought
-    tokens         the new ids only, without the final stop id, but including those of a stop string
+    text           the new text, cut before a stop string, without the prompt and the thought
+    tokens         the new ids, without the final stop id, but with the ids of a stop string
     finish_reason  "stop" (a stop id or stop string) or "length" (max_new_tokens, or the context is full)
     logprobs       natural log-probability of each of `tokens` in the model's own distribution, if requested
     top_logprobs   for each of `tokens` {id: log-probability} of the most probable tokens, if requested
@@ -101,15 +101,15 @@ class Completion:
 
     def __repr__(self) -> str:
         text = repr(self.text)
-        text = text if len(text) <= 80 else f"{text[:76]}{text[-1]}..."  # str() is all of it
+        text = text if len(text) <= 80 else f"{text[:76]}{text[-1]}..."  # str() returns the complete text
         return f"Completion({text}, {len(self.tokens):,} tokens, finish_reason={self.finish_reason!r})"
 
 
 class StopText:
-    """Cuts a stream of text at its first stop string. Delays only text that may be the beginning of one.
+    """Cuts a stream of text at its first stop string. Delays only text in which a stop string may begin.
 
-    The result does not depend on how the stream is divided into pieces: a complete stop string waits
-    while one that began earlier may still be completed.
+    The result does not depend on how the stream is divided into pieces: a complete stop string takes
+    effect only when no stop string that began before it can still be completed.
     """
 
     def __init__(self, stops: Sequence[str]):
@@ -118,7 +118,7 @@ class StopText:
         self.found = False
 
     def feed(self, text: str) -> str:
-        """Add text; return the text that is certain to be before any stop string."""
+        """Add text; return the text that certainly comes before any stop string."""
         self.buffer += text
         start = next((i for i in range(len(self.buffer)) if self._begins(self.buffer[i:])), len(self.buffer))
         out, self.buffer = self.buffer[:start], self.buffer[start:]
@@ -147,11 +147,11 @@ def exclude_until(length: int, ids: Sequence[int]) -> Processor:
 
 
 class ThinkingBudget:
-    """Closes the thought after `left` tokens, at the end of a character. inner: the constraint of the other tokens."""
+    """Closes the thought after `left` tokens, at the end of a character. inner: constrains all other tokens."""
 
     def __init__(self, tokenizer: Tokenizer, thoughts: Thoughts, left: int, inner: Constraint | None):
         self.stream, self.left, self.inner = ThoughtStream(tokenizer, thoughts), left, inner
-        self.closing = tokenizer.encode(thoughts.closing, parse_special=True)  # ids of the mark that are to come
+        self.closing = tokenizer.encode(thoughts.closing, parse_special=True)  # ids of the mark still to come
         self.n_vocab = tokenizer.n_vocab
 
     def allowed(self) -> Tensor | None:
@@ -196,7 +196,7 @@ class Answer:
         self.done = False
         self._thoughts = ThoughtStream(tokenizer, job.thoughts, job.ids if job.continues else ())
         stops = job.params.stop
-        self._stop_text = StopText(stops)  # one that names a control token, which has no text, stops at its id
+        self._stop_text = StopText(stops)  # a stop string that names a control token has no text; it stops at the id
         self._stop_names = {tokenizer.control[stop] for stop in stops if stop in tokenizer.control}
         self._tokens: list[Token] = []
         self._texts: list[str] = []
@@ -205,7 +205,7 @@ class Answer:
         self._first: float | None = None
 
     def feed(self, token: Token) -> Piece | None:
-        """Add a token; return the text and thought that are certain, which may be empty, or None for a stop id.
+        """Add a token; return the text and thought that are now certain (possibly empty), or None for a stop id.
 
         Stop strings have no effect in a thought, since thoughts often repeat the question.
         """

@@ -10,17 +10,17 @@ that row alone, and from then on each step decodes it together with the others.
 Each row has its own positions, mask and random generator, so its answer is the one it would get alone. If a prompt
 shares a prefix with the contents of a row (often a system prompt), the row's keys and values are reused.
 
-Prompts are fed in chunks, and take turns: the next chunk is of the prompt with the shortest rest, so a short prompt
-passes a long one. At most PASSES chunks in succession pass the oldest prompt, so each prompt waits for at most PASSES
-chunks for each chunk of the older ones and its own. A prompt waits while one that is being fed begins with the same
-tokens: their keys are copied as soon as they are computed. Until then, the turns of both go to the one being fed.
+Prompts take turns, in chunks: the next chunk comes from the prompt with the fewest tokens left, so a short prompt
+passes a long one. At most PASSES chunks in succession pass the oldest prompt, so for each chunk of its own and of older
+prompts, a prompt waits for at most PASSES other chunks. A prompt also waits while another prompt that begins with the
+same tokens is being fed: it copies their keys when they are computed. Until then, the other prompt gets both turns.
 
-Before the answers in progress get their next token, one chunk is fed, or several short prompts that take as long.
+Before the answers in progress get their next token, one chunk is fed, or several short ones that take equally long.
 `between` is called after each chunk and each step, and may run the model with a cache of its own.
 
-A step has one row for each slot up to the last one in use, and all positions for which the cache has memory, with a
-mask. On a GPU, where few shapes are faster, the rows are rounded up to a power of two. While no prompt waits, the rows
-in use move to the front.
+A step computes one row for each slot up to the last slot in use. Each row attends to all positions for which the cache
+has memory, through a mask. On a GPU, where few shapes are faster, the number of rows is rounded up to a power of two.
+While no prompt waits, the rows in use move to the front.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ RESERVED = 1024  # new tokens for which a request reserves memory; longer answer
 
 @dataclass(eq=False)
 class Request:
-    """A prompt, as ids, and the parameters of its answer; for prompt_logprobs, no prefix is copied from another row.
+    """A prompt, as ids, and the parameters of its answer. With prompt_logprobs, all tokens of the prompt are computed.
 
-    constraint  limits the tokens; usable for one answer only
+    constraint  limits the tokens of the answer; each answer needs a new one
     cancelled   may be set at any time, by any thread: the request ends before its next token
     owner       who sent the prompt; `Started.cached` counts only reused tokens of the same owner
     """
@@ -81,13 +81,13 @@ class Source(Protocol):
     """Where requests come from, for example a queue.Queue."""
 
     def get(self, block: bool) -> Any:
-        """The next request, or None if there will be no more. Raises queue.Empty if there is none now, unless block."""
+        """The next request, or None if no more will come. If none is there yet: waits if `block`, else raises Empty."""
 
 
 # The events of request `number` (from 0), in this order: Started, PromptScored if it was requested, any number of
 # TokenEvents, Ended.
 class Started(NamedTuple):
-    """The first chunk of the prompt is next. The cache already had the keys of its first `cached` tokens."""
+    """The prompt is about to be fed. The cache already has the keys of its first `cached` tokens."""
 
     number: int
     request: Any  # as it was given, a Request or a subclass of it
@@ -125,24 +125,24 @@ class ActiveSequence:
     number: int
     request: Request
     ids: list[int]  # of the prompt
-    end: int  # the largest number of tokens of prompt and answer
-    begun: bool = False  # set at the first turn; from then on, the slot's ids are the prompt's in the cache
+    end: int  # maximum number of tokens of prompt and answer together
+    begun: bool = False  # set at the first turn; from then on, Slot.ids are this prompt's ids that are cached
     scored: list[Token] = field(default_factory=list)  # of the prompt, so far
     chooser: Chooser = field(init=False)  # of the answer
 
 
 class Slot:
-    """A row of the cache: the ids whose keys it holds, the next id to feed, and the sequence it belongs to."""
+    """A row of the cache: the ids whose keys the row holds, the next id to feed, and the answer that uses the row."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []
         self.next = 0
-        self.sequence: ActiveSequence | None = None  # only once it is an answer
-        self.used = 0  # the number of the request that used it last, from 1
-        self.owner: object = None  # of the request that used it last
+        self.sequence: ActiveSequence | None = None  # None while the prompt is fed
+        self.used = 0  # the number of the last request that used this slot, from 1
+        self.owner: object = None  # of the last request that used this slot
 
     def shares(self, prompt: Sequence[int]) -> int:
-        """The number of leading tokens of a prompt that it holds; 0 for a prefix that is not worth copying."""
+        """The number of leading tokens of a prompt whose keys this row holds; 0 if too few to be worth copying."""
         shared = shared_prefix(self.ids, prompt)
         return shared if shared >= SHORTEST_PREFIX else 0
 
@@ -150,7 +150,7 @@ class Slot:
 class Batch:
     """An iterator over events, to be used once; it ends when every request has ended.
 
-    requests  read one at a time, whenever a slot is free: an iterable, or a Source, which may be empty for some time
+    requests  an iterable, or a Source, which may be empty for some time; read one at a time, whenever a slot is free
     slots     maximum number of prompts and answers in progress
     stop_ids, n_vocab  as in `generate.generate`
     between   called after each chunk of a prompt and each step of the answers; it may run the model with its own cache
@@ -186,10 +186,10 @@ class Batch:
         self._more = True  # until the last request was read
         self.count = 0  # requests read so far
         self.slots = [Slot() for _ in range(slots)]
-        self.prompts: dict[Slot, ActiveSequence] = {}  # those in progress, from the oldest to the newest
-        self.fed = 0.0  # prompt tokens since the last step of the answers; those late in a long text count more
-        self.passed = 0  # chunks since the last turn of the oldest prompt
-        self.longest = longest  # no request needs more positions
+        self.prompts: dict[Slot, ActiveSequence] = {}  # fed or waiting; the oldest first
+        self.fed = 0.0  # prompt tokens since the last step of the answers; tokens late in a long text count more
+        self.passed = 0  # chunks fed since the last turn of the oldest prompt
+        self.longest = longest  # maximum number of positions that a request needs
 
     def __iter__(self) -> Iterator[Event]:
         self.cache = self.model.new_cache(max(1, self.longest), batch=len(self.slots), fixed=False)
@@ -248,7 +248,7 @@ class Batch:
 
     # ---------------------------------------------------------------------------------------- a request gets a slot
     def _admit(self, number: int, request: Request, free: Sequence[Slot]) -> Iterator[Event]:
-        """Give a slot to a request, unless it ends at once."""
+        """Give a slot to a request, unless the request ends at once."""
         ids, room, error = list(request.ids), 0, None
         try:
             room = room_for(self.model, ids, request.params, None)
@@ -264,7 +264,7 @@ class Batch:
         self.prompts[source if cached and source in free else min(free, key=lambda slot: slot.used)] = prompt
 
     def _source(self, prompt: ActiveSequence, preferred: Sequence[Slot]) -> tuple[Slot, int]:
-        """The slot with the longest prefix of a prompt, and the number of tokens that need not be fed."""
+        """The slot that holds the longest prefix of a prompt, and the number of tokens that need not be fed."""
         source = max(self.slots, key=lambda slot: (slot.shares(prompt.ids), slot in preferred))
         # Under frequencies that depend on the length, a longer prompt rotates even its first token differently.
         all_fed = prompt.request.params.prompt_logprobs or self.model.rope.by_length
@@ -276,7 +276,7 @@ class Batch:
         return len(prompt.ids) - (len(slot.ids) if prompt.begun else self._source(prompt, [slot])[1])
 
     def _leader(self, slot: Slot) -> Slot:
-        """The slot to feed in a slot's turn: one that is reading a prompt with the same prefix, or else this slot."""
+        """The slot to feed in the turn of `slot`: another slot that is being fed the same prefix, or else `slot`."""
         prompt = self.prompts[slot]
         if not prompt.begun and not prompt.request.params.prompt_logprobs:
             worth = len(prompt.ids) - self._rest(slot) + SHORTEST_PREFIX
@@ -286,7 +286,7 @@ class Batch:
         return slot
 
     def _turn(self) -> tuple[Slot, int] | None:
-        """The slot to feed, and how many tokens; None without prompts, or if a step of the answers comes first."""
+        """The slot to feed and the number of tokens; None if no prompt waits or a step of the answers is next."""
         if not self.prompts:
             return None
         oldest, shortest = (
@@ -296,7 +296,7 @@ class Batch:
         rest, chunk, slowdown = self._rest(slot), prompt_chunk(self.cache.device), 1.0
         size = min(rest, chunk)
         if self.cache.device.type == "cpu":
-            # Chunks get smaller as the text grows, since attention takes longer. The rest has chunks of equal size.
+            # Chunks get smaller as the text grows, since attention takes longer. The tokens left are divided equally.
             slowdown += (len(self.prompts[slot].ids) - rest) / 1024
             size = -(-rest // -(-rest // max(int(chunk / slowdown), chunk // 4, 1)))
         if self._active() and self.fed and self.fed + size * slowdown > chunk:
@@ -349,7 +349,7 @@ class Batch:
 
     @torch.inference_mode()
     def _score(self, prompt: list[int], fed: int, hidden: Tensor, top: int) -> list[Token]:
-        """The tokens that the last chunk of prompt[:fed] predicts, and the first token. hidden: (1, T, C)."""
+        """The tokens that the last chunk of prompt[:fed] predicts; the first chunk adds token 0. hidden: (1, T, C)."""
         logits = self.model.output(hidden)[0].float()[:, : self.n_vocab]  # (T, V)
         start = fed - len(logits)
         scored = [Token(prompt[0], None, False)] if start == 0 else []
@@ -402,7 +402,7 @@ class Batch:
             positions = positions[0]  # (T,), as code that was compiled for a single text expects
         if self.rows is None or self.rows.batch != B:
             self.rows = self.cache.rows(0, B)
-        # No shape and no branch depends on the positions: each row sees all slots, through its mask.
+        # No shape and no branch depends on the positions: each row attends to all slots, through its mask.
         slots = torch.arange(self.rows.slots, device=device)  # (S,)
         longest = min(self.rows.slots, self.model.max_seq_len)
         h = self.model.states(tokens, positions, slots, longest, self.rows)  # (B, 1, C)
@@ -414,12 +414,12 @@ class Batch:
         return self._rounded(max(i for i, slot in enumerate(self.slots) if slot.sequence) + 1)
 
     def _rounded(self, rows: int) -> int:
-        """The number of rows with which a step runs if it needs some."""
+        """The number of rows that a step computes if it needs `rows` of them."""
         return rows if self.cache.device.type == "cpu" else min(1 << (rows - 1).bit_length(), len(self.slots))
 
     @torch.inference_mode()
     def _shrink(self) -> None:
-        """Move the last rows to free slots at the front, if a step has fewer rows then."""
+        """Move the last rows to free slots at the front, if a step then computes fewer rows."""
         used = [i for i, slot in enumerate(self.slots) if slot.sequence]
         if self.prompts or self._width <= self._rounded(len(used)):
             return

@@ -1,7 +1,7 @@
 """The work of the child process that compiles a grammar first (system/child.py).
 
-llguidance's own limits do not cover {"multipleOf": 299999967}, which takes minutes, or a chain of 5,000 rules, which
-overflows the stack and ends the process. The main process compiles a grammar only if it succeeds here.
+llguidance's own limits stop neither {"multipleOf": 299999967}, which takes minutes, nor a chain of 5,000 rules, which
+overflows the stack and ends the process. The main process compiles a grammar only if compiling succeeds here.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any, cast
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 # Limits of llguidance that differ from its defaults. 2,000 items allow an object about 500 optional properties; 250,000
-# states take 250 to 500 MB. Verbose errors repeat the grammar.
+# lexer states would take 250 to 500 MB. Verbose errors repeat the grammar.
 LIMITS: dict[str, Any] = {"max_items_in_row": 20_000, "max_lexer_states": 50_000, "verbose_errors": False}
 
 
 def answer(request: Mapping[str, Any]) -> str:
-    """The error in a request's grammar, or empty. The request is {"grammar": llguidance's JSON form}."""
+    """The error in a request's grammar, or "" if it has none. The request is {"grammar": llguidance's JSON form}."""
     with contextlib.suppress(ImportError):  # Windows
         import resource
 
-        # Half of what threads usually have, since the main process uses a part of its stack for other things
+        # Half of what threads usually have, since part of the main process's stack is in use when it compiles
         resource.setrlimit(resource.RLIMIT_STACK, (4 * 2**20, resource.getrlimit(resource.RLIMIT_STACK)[1]))
     tokens = [*(bytes([byte]) for byte in range(255)), b"\xff<end>"]
     tokenizer = LLTokenizer(cast(Any, Vocabulary(tokens, len(tokens) - 1)), slices=[])

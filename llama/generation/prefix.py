@@ -1,4 +1,4 @@
-"""The prefix that two texts share: its keys and values need not be computed again."""
+"""The prefix that two texts share. Its keys and values need not be computed again."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from collections.abc import Sequence
 
 
 def shared_prefix(cached: Sequence[int], prompt: Sequence[int]) -> int:
-    """The number of leading ids that are equal. The last id of the prompt never counts: its logits are needed."""
+    """The number of leading ids that are equal. The prompt's last id never counts: it is fed again for its logits."""
     return sum(itertools.takewhile(bool, map(operator.eq, cached, prompt[:-1])))

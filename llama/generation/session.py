@@ -35,10 +35,10 @@ from .prefix import shared_prefix
 
 MARK, FORMAT = "clearllama_session", "2"  # the metadata entry with the version of the file format
 BUFFERS = ("k", "v", "k_scale", "v_scale")  # names of a layer's buffers in the file
-LARGEST_HEADER = 2**24  # bytes; the text of 128,000 tokens has about 2**19
+LARGEST_HEADER = 2**24  # bytes; the messages of a chat of 128,000 tokens take about 2**19
 ENDS = 1024  # bytes at the beginning and at the end of a weight that its hash covers
 
-ACQUIRING = Lock()  # makes the check and the reservation of a session one step, since threads may call at once
+ACQUIRING = Lock()  # so that no two threads find the same session idle and both reserve it
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Session:
     """The KV cache of one conversation and its ids. For a prompt with the same prefix, only the new part is computed.
 
     A session belongs to the model that computed its tokens; another model, or the model under other settings, is
-    refused. Without tokens, it belongs to none.
+    refused. A session without tokens belongs to no model.
 
     messages  the messages of a chat; they are for the caller, and are saved with the session
     """
@@ -62,9 +62,9 @@ class Session:
         return f"Session({len(self.tokens):,} tokens, {len(self.messages):,} messages)"
 
     def reuse(self, model: Transformer, prompt: Sequence[int], tokenizer: Tokenizer | None = None) -> KVCache:
-        """The cache, trimmed to the prefix it shares with `prompt`, without the prompt's last token.
+        """Reserve the session and return its cache, trimmed to the prefix that it shares with `prompt[:-1]`.
 
-        tokenizer  the one that encoded the prompt, if it is known
+        tokenizer  the tokenizer that encoded the prompt, if known
 
         Raises UsageError while another stream uses the session, and if the session belongs to another model or
         tokenizer.
@@ -87,12 +87,12 @@ class Session:
             raise
 
     def give_back(self, tokens: Sequence[int], nonfinite: bool) -> None:
-        """End a stream that fed `tokens` or fewer. nonfinite: the cache may hold NaN, so it is dropped.
+        """End a stream that fed `tokens`, or only the first of them. nonfinite: the cache may hold NaN; drop it.
 
         Masking does not remove NaN: the weight of a masked slot is 0, and 0 times NaN is NaN.
         """
         if self.cache is not None:
-            self.tokens = list(tokens[: self.cache.length])  # the last id is not in the cache yet
+            self.tokens = list(tokens[: self.cache.length])  # usually all but the last id, which was not fed
             self.cache.trim(len(self.tokens))
         if nonfinite:
             self.cache, self.tokens = None, []
@@ -123,7 +123,7 @@ class Session:
         about = json.dumps({"settings": settings, "messages": self.messages})
         metadata = {MARK: FORMAT, "about": about, "sha256": _checksum(about, tensors)}
         entries = {name: Entry(x.dtype, tuple(x.shape), x.cpu) for name, x in tensors.items()}
-        resolved = target.resolve()  # so that a symbolic link stays one
+        resolved = target.resolve()  # so that a symbolic link remains a link
         try:
             with own_temporary(resolved.parent, ".session") as work:
                 written = work / resolved.name
@@ -139,10 +139,10 @@ class Session:
     def load(cls, path: str | os.PathLike[str], model: Transformer, tokenizer: Tokenizer | None = None) -> Session:
         """Load a session from a file, to continue it with this model.
 
-        tokenizer  the model's tokenizer, to check it now; without it, the first stream that uses the session checks it
+        tokenizer  the model's tokenizer, to compare it now; without it, the first stream that uses the session does so
 
-        Raises CheckpointError if the file is damaged, is not a session, or belongs to another model or tokenizer (with
-        the setting that differs), ContextLengthError if it does not fit into the model's context.
+        Raises CheckpointError if the file is damaged, is not a session, or belongs to another model or tokenizer (the
+        message has the settings that differ); ContextLengthError if it does not fit into the model's context.
         """
         path = Path(path)
         check_model(model)
@@ -177,7 +177,7 @@ class Session:
         return session
 
     def _bind(self, model: Transformer, tokenizer: Tokenizer | None) -> None:
-        """Make this model and tokenizer the owners of the cached keys. Raises UsageError if others are.
+        """Make this model and tokenizer the owners of the cached keys. Raises UsageError if these have other owners.
 
         The settings are compared too, since the settings of a loaded model can be changed.
         """
@@ -215,7 +215,7 @@ def check_model(model: Transformer) -> None:
 
 
 def check_target(path: Path) -> None:
-    """Raise UsageError unless a session can be written to a path, which is free or holds a session."""
+    """Raise UsageError unless a session can be written to a path: it must be free, or hold a session."""
     folder = path.resolve().parent
     try:
         check_writable(folder)
@@ -241,7 +241,7 @@ def settings_of(model: Transformer) -> dict[str, Any]:
 def _traits(model: Transformer) -> dict[str, Any]:
     """`settings_of` without the hash of the weights. It takes less than a millisecond.
 
-    The form of the rotation is not included, since the keys are the same in each form; nor is the model's context.
+    The form of RoPE is not included, since the keys are the same in each form. The model's context isn't either.
     """
     settings = {
         **dataclasses.asdict(model.config),
@@ -259,7 +259,7 @@ def _traits(model: Transformer) -> dict[str, Any]:
 def sample(model: Transformer) -> str:
     """A hash of every norm and bias, and of the first and last KB of every other weight in memory.
 
-    So a model of 16 GB in a mapped file is not read completely; two models that differ only in the middle of all their
+    So a model of 16 GB in a mapped file is not read completely. But two models that differ only in the middle of their
     matrices have the same hash.
     """
     ends = []
@@ -276,14 +276,14 @@ def _digest(tokenizer: Tokenizer | str) -> str:
 
 
 def _difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
-    """Up to three settings that differ, with both values; empty if none does."""
+    """Up to three settings that differ, with both values; "" if none differs."""
     other = [key for key in sorted(ours.keys() | theirs.keys()) if theirs.get(key) != ours.get(key)]
     return ", ".join(f"{key} {theirs.get(key)!s:.100} instead of {ours.get(key)!s:.100}" for key in other[:3])
 
 
 # ------------------------------------------------------------------------------------------------------- the file
 def _used(cache: KVCache, count: int) -> dict[str, Tensor]:
-    """The first `count` slots of every buffer, (1, KV, count, ..), by its name in the file."""
+    """The first `count` slots of every buffer, (1, KV, count, ..), by the buffer's name in the file."""
     return {
         f"layers.{number}.{name}": buffer[:, :, :count]
         for number, layer in enumerate(cache.layers)
@@ -304,7 +304,7 @@ def open_session(path: str | os.PathLike[str]) -> tuple[Any, dict[str, Any]]:
         raise CheckpointError(f"{path} is not a file; expected a session file")  # a pipe would block
     try:
         with open(path, "rb") as raw:
-            header = int.from_bytes(raw.read(8), "little")  # bytes of JSON, which take 30 times the memory when parsed
+            header = int.from_bytes(raw.read(8), "little")  # bytes of JSON; parsing takes 30 times as much memory
         if header > LARGEST_HEADER:
             raise CheckpointError(f"{path} is not a session file; pass a file that Session.save wrote")
         file = safe_open(str(path), framework="pt")

@@ -1,9 +1,9 @@
 """Speculative decoding (arXiv:2211.17192, arXiv:2302.01318): draft several tokens, verify them in one pass.
 
 A decoding step mostly reads the weights, so a pass over a few tokens costs little more than a pass over one. A draft
-proposes the next tokens; one pass of the model computes its own distribution p at each of them; each drafted token x,
-drawn from the draft's distribution q, is accepted with probability min(1, p(x) / q(x)). The first one that is rejected
-is replaced by a draw from max(p - q, 0), normalized, and the drafted tokens after it are dropped. The distribution of
+proposes the next tokens, and one pass of the model computes the model's distribution p at each of them. A drafted token
+x, drawn from the draft's distribution q, is accepted with probability min(1, p(x) / q(x)). The first rejected token is
+replaced by a draw from max(p - q, 0), normalized, and the drafted tokens after it are dropped. The distribution of
 the output does not change, since the probability that x is chosen is
 
     q(x) min(1, p(x) / q(x))  +  P(rejected) max(p(x) - q(x), 0) / sum(max(p - q, 0))
@@ -45,25 +45,25 @@ from ..sampling import (
 from .prefix import shared_prefix
 
 DRAFT_TOKENS = 10  # default maximum of drafted tokens in one pass
-# The cost of one more token in a pass, in passes over a single token: 0.10 to 0.15 on a CPU.
+# The cost of each further token in a pass, as a share of a pass over a single token: 0.10 to 0.15 on a CPU.
 ROW_COST = 0.12
-# A running estimate of the share of accepted tokens: its first value, the weight of the last token in it, and how fast
-# it recovers while nothing is drafted. The speed hardly depends on these three.
+# Of the running estimate of the share of accepted tokens: the first value, the weight of the newest token, and how fast
+# the estimate recovers while nothing is drafted. The speed hardly depends on these three.
 FIRST_RATE, WEIGHT, RECOVERY = 0.5, 0.2, 0.01
 SHORTEST, LONGEST = 2, 4  # lengths of the n-grams to look up; a single token has too many continuations
 
 
-ACQUIRING = Lock()  # makes the check and the reservation of a draft one step, since threads may call at once
+ACQUIRING = Lock()  # so that no two threads find the same draft idle and both reserve it
 
 
 class DraftToken(NamedTuple):
-    """A drafted id and the distribution q (V,) it was drawn from; None if it was not drawn: q is 1 at the id."""
+    """A drafted id and the distribution q (V,) it was drawn from. None: it was not drawn, so q is 1 at this id."""
 
     id: int
     q: Tensor | None
 
 
-# Logits (V,) and the ids before -> a token, drawn as the model's are
+# Logits (V,) and the ids before them -> a token, drawn with the sampling parameters of the answer
 DraftPick = Callable[[Tensor, Sequence[int]], DraftToken]
 
 
@@ -82,7 +82,7 @@ def residual(p: Tensor, drafted: DraftToken) -> Tensor:
         q[x] = 1
     rest = (p - q).clamp(min=0)  # (V,)
     total = rest.sum()  # ()
-    return torch.where(total > 0, rest / total, p)  # if p exceeds q nowhere, they are equal up to rounding
+    return torch.where(total > 0, rest / total, p)  # if p exceeds q nowhere, p and q are equal up to rounding
 
 
 def speculate(  # the parameters of generate.generate
@@ -101,8 +101,8 @@ def speculate(  # the parameters of generate.generate
 
     Arguments, stops and errors are those of `generate`; a draft that does not fit the model raises UsageError. The same
     seed gives the same tokens again, but not the tokens without a draft. Afterwards `draft.drafted` and
-    `draft.accepted` are counts. When the generator ends or is closed, the cache holds only the prompt and yielded
-    tokens.
+    `draft.accepted` count the drafted and the accepted tokens. When the generator ends or is closed, the cache holds
+    only the prompt and yielded tokens.
     """
     check_rope(model)
     end = len(prompt) + room_for(model, prompt, params, cache)
@@ -125,23 +125,23 @@ def speculate(  # the parameters of generate.generate
         logits = prefill(model, tokens[cache.length :], cache, progress=progress)[None]  # (1, V)
         drafted = list[DraftToken]()
         while True:
-            for row, token in zip_longest(logits, drafted):  # after the last token, after each drafted one
+            for row, token in zip_longest(logits, drafted):  # the logits after tokens[-1], and after each drafted token
                 p = chooser.probs(row)
-                if token is None:  # every drafted token was accepted, and the pass has one more distribution
+                if token is None:  # all drafted tokens were accepted: draw from the last distribution
                     id, accepted = int(sample(p, generator)), False
                 else:
                     accepted = float(torch.rand((), generator=generator, device=p.device)) < acceptance(p, token)
                     id = token.id if accepted else int(sample(residual(p, token), generator))
                     draft.learn(accepted)
                 if not accepted:
-                    cache.trim(len(tokens))  # drop the tokens that were drafted after these
+                    cache.trim(len(tokens))  # drop the drafted tokens from the rejected one on
                 chosen = chooser.append(id, row)
                 yield chosen
                 if chosen.stop or len(tokens) == end:
                     return
                 if not accepted:
                     break
-            limit = min(draft.length(), end - len(tokens) - 1)  # a pass yields one token more than it accepts
+            limit = min(draft.length(), end - len(tokens) - 1)  # a pass yields the accepted tokens and one more
             proposed = draft.propose(tokens, limit, pick) if limit else []
             drafted = [*takewhile(lambda token: n_vocab is None or token.id < n_vocab, proposed)]
             draft.drafted += len(drafted)
@@ -152,7 +152,7 @@ def speculate(  # the parameters of generate.generate
         draft.forget()
         raise
     finally:
-        cache.trim(min(cache.length, len(tokens)))  # some fed tokens may not be verified yet
+        cache.trim(min(cache.length, len(tokens)))  # drop tokens that were fed but not yielded
         draft.busy = False
 
 
@@ -192,11 +192,11 @@ class Draft(ABC):
         self.rate = FIRST_RATE
 
     def length(self) -> int:
-        """How many tokens to draft: one more while the probability that all are accepted exceeds the cost."""
+        """How many tokens to draft. The n-th pays if the chance that all n are accepted exceeds its cost."""
         length, chance = 0, self.rate
         while length < self.most and chance > self.cost:
             length, chance = length + 1, chance * self.rate
-        if length == 0:  # the text may change, so try again later
+        if length == 0:  # the text may become more predictable, so try again later
             self.rate += RECOVERY * (1 - self.rate)
         return length
 
@@ -207,7 +207,7 @@ class Draft(ABC):
 
 
 class NGramDraft(Draft):
-    """Proposes what followed the last few tokens where they occurred before: for copying, editing, quoting."""
+    """Proposes the tokens that followed the last few tokens at their previous occurrence; for copying and editing."""
 
     def start(self, model: Transformer, prompt: Sequence[int]) -> None:
         super().start(model, prompt)
@@ -215,13 +215,13 @@ class NGramDraft(Draft):
         self._indexed = 0  # positions that are in the table
 
     def propose(self, tokens: list[int], limit: int, pick: DraftPick) -> list[DraftToken]:
-        for at in range(self._indexed, len(tokens)):  # each position once, so that a step costs the same in a long text
+        for at in range(self._indexed, len(tokens)):  # index each position once: a step costs the same in a long text
             for n in range(SHORTEST, min(LONGEST, at) + 1):
                 self._after[tuple(tokens[at - n : at])] = at
         self._indexed = len(tokens)
         for n in range(LONGEST, SHORTEST - 1, -1):
             if at := self._after.get(tuple(tokens[-n:]), 0):
-                period = len(tokens) - at  # beyond the end of the text, the proposal repeats itself, as loops do
+                period = len(tokens) - at  # at the end of the text, the proposal starts over
                 return [DraftToken(tokens[at + i % period], None) for i in range(limit)]
         return []
 
@@ -249,7 +249,7 @@ class ModelDraft(Draft):
         shared = shared_prefix(self._cached, tokens)
         self.cache.trim(shared)  # drop rejected tokens
         self._cached, text, drafted = tokens[:shared], list(tokens), list[DraftToken]()
-        for _ in range(min(limit, self.cache.max_len - len(tokens) + 1)):  # not beyond its own context
+        for _ in range(min(limit, self.cache.max_len - len(tokens) + 1)):  # not beyond the draft's context
             drafted.append(pick(prefill(self.model, text[self.cache.length :], self.cache), text))
             text.append(drafted[-1].id)
         self._cached = text[: self.cache.length]
@@ -265,7 +265,7 @@ def check_rope(model: Transformer) -> None:
 def check_match(draft: Transformer, model: Transformer, n_vocab: int | None = None) -> None:
     """Raise UsageError if two models differ in the number of ids, or are on different devices.
 
-    n_vocab  the number of ids that occur. Further rows of an embedding are padding, which may differ.
+    n_vocab  the number of ids in use. Further rows of an embedding are padding, whose number may differ.
     A model whose weights are not read yet is on the device "meta", which fits every device.
     """
     ours, theirs = ((m.config.vocab_size, str(m.norm.weight.device)) for m in (draft, model))

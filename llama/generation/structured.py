@@ -10,8 +10,8 @@ text that the grammar accepts. It does not matter how the tokenizer would split 
 argmax under the mask, and sampling draws from the model's distribution, renormalized. llguidance computes the masks
 (github.com/guidance-ai/llguidance).
 
-With a draft, no state is rolled back: the mask is applied to the model's distribution at the token that is verified,
-and `advance` is called for each token of the answer. The draft's own distribution is not masked.
+With a draft (speculative.py), no state is rolled back: the mask is applied when a drafted token is verified, to the
+model's distribution, and `advance` is called only for tokens of the answer. The draft's own distribution is not masked.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 warn_once = functools.cache(log.warning)
 LONGEST = 2**20  # characters of a schema, regular expression or grammar
-KEPT = 64  # compiled grammars of a tokenizer
-LONGEST_TOKEN = 1024  # bytes; llguidance fails with a longer one
+KEPT = 64  # number of compiled grammars that are cached for a tokenizer
+LONGEST_TOKEN = 1024  # bytes; llguidance fails if a token is longer
 
 CHILD = Child(Path(__file__).with_name("grammar.py"), ("llguidance",), seconds=2.0, space=768 * 2**20)
 
@@ -57,13 +57,14 @@ CHILD = Child(Path(__file__).with_name("grammar.py"), ("llguidance",), seconds=2
 WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 # Without \uXXXX a string has one spelling, so that no key evades the rules for its name.
 ESCAPES = 'nrbtf\\"'
-# What these escapes can't spell, in JSON text. llguidance leaves it out of constants and patterns without an error.
+# Characters in JSON text that these escapes can't spell. llguidance drops them from constants and patterns silently.
 UNSPELLED = re.compile(r"(?<!\\)(?:\\\\)*\\u00(?:0[0-7bef]|1.|7f)")
 
-# Without this, llguidance allows only one tokenization of text that must come next
+# Without this, llguidance allows only one tokenization where the grammar leaves only one text
 EXACT = '%llguidance {"no_forcing": true}'
 
-# Options of a rule in llguidance's Lark syntax that would be ignored, or would have to remove tokens from the answer
+# Options of a rule in llguidance's Lark syntax that are refused: `temperature` would have no effect here, and `stop`
+# would have to remove tokens from the answer. Each has a replacement.
 NOT_SUPPORTED = {
     "temperature": "set the temperature of the answer instead",
     "stop": "use suffix=... or lazy instead",
@@ -111,7 +112,7 @@ def _lark(source: Any) -> list[dict[str, Any]]:
 
         try:
             text = gbnf_to_lark(text)
-        except Exception as error:  # it has errors of several types, and none that they share
+        except Exception as error:  # gbnf_to_lark raises several types of errors, without a common base
             raise UsageError(f"the grammar is not valid GBNF: {error}") from None
     for options in re.findall(r"^[ \t]*[?!]?[\w-]+(?:::_)?[ \t]*\[([^\]\n]*)\]", text, re.MULTILINE):
         for name, remedy in NOT_SUPPORTED.items():
@@ -121,7 +122,7 @@ def _lark(source: Any) -> list[dict[str, Any]]:
 
 
 def forced_call(choice: object, tools: Sequence[Mapping[str, Any]]) -> str | None:
-    """A Lark grammar for a call of any tool, or of the one that `choice` names; None for "auto" and "none".
+    """A Lark grammar for a call of any tool, or of the tool that `choice` names; None for "auto" and "none".
 
     White space between the parts of a call is fixed. Otherwise a model may write it without end.
     """
@@ -144,7 +145,7 @@ def forced_call(choice: object, tools: Sequence[Mapping[str, Any]]) -> str | Non
 
 
 def _arguments(function: Mapping[str, Any]) -> str:
-    """A Lark grammar for the rest of a call: the arguments after ":", or with their key after ","; then any text."""
+    """A Lark grammar for a call after the name: ":" and the arguments, or "," and "arguments": ..; then any text."""
     schema = _spelled({"type": "object", **(function.get("parameters") or {})}, whitespace_pattern=WHITE_SPACE)
     return f"""start: (":" WS arguments | "," WS KEY WS ":" WS arguments WS "}}") REST?
         WS: /[\\x20\\n\\r\\t]{{0,64}}/
@@ -174,8 +175,8 @@ KINDS: dict[str, tuple[str, Callable[[Any], list[dict[str, Any]]]]] = {
 class Vocabulary:
     """A tokenizer's tokens in llguidance's form, and the grammars compiled for it.
 
-    If the tokenizer strips a leading space, each token that begins with a space has a copy without it, whose id is
-    n_vocab or more. The copy has the token's text at the start of an answer.
+    If the tokenizer strips a leading space, each token that begins with a space gets a copy without the space,
+    under an id of n_vocab or more. The copy is the text that the token has at the start of an answer.
     """
 
     def __init__(self, tokenizer: Tokenizer):
@@ -220,7 +221,7 @@ class Vocabulary:
         return LLMatcher(self.library, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
 
     def mask(self, matcher: LLMatcher) -> Tensor:
-        """The tokens (n_vocab + len(spaced),) bool that a matcher allows next. Raises UsageError if it fails."""
+        """Whether a matcher allows each token next: (n_vocab + len(spaced),) bool. UsageError if the matcher fails."""
         found = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         if matcher.is_error():  # the mask would allow the stop ids
             raise UsageError(f"no token can continue the answer: {_reason(matcher.get_error())}; simplify the grammar")
@@ -247,9 +248,9 @@ def compile_grammar(tokenizer: Tokenizer, kind: str, source: str | bool | Mappin
     kind    one of KINDS: "schema", "regex" or "grammar"
     source  the text; a JSON schema may be a mapping
 
-    A child process compiles it first, so that a hostile grammar costs 2 s and 768 MiB at most. Raises UsageError if
-    the source is not valid, is not supported, exceeds a limit, or allows no answer that the vocabulary can spell, and
-    if llguidance is not installed.
+    A child process compiles the grammar first, so that a hostile one costs 2 s and 768 MiB at most. Raises UsageError
+    if the source is not valid, is not supported, exceeds a limit, or allows no answer that the vocabulary can spell,
+    and if llguidance is not installed.
     """
     what, convert = KINDS[checks.choice("kind of grammar", kind, KINDS)]
     if importlib.util.find_spec("llguidance") is None:
@@ -282,7 +283,7 @@ def after_thought(grammar: Grammar, tokenizer: Tokenizer, thoughts: Thoughts) ->
     if thoughts.state == "closed":
         return grammar
     ids = [(tokenizer.control.get(mark), mark) for mark in thoughts[:2]]
-    opening, closing = (json.dumps(mark) if id is None else f"<[{id}]>" for id, mark in ids)  # or as text
+    opening, closing = (json.dumps(mark) if id is None else f"<[{id}]>" for id, mark in ids)  # or as plain text
     end = re.escape(thoughts.closing).replace("/", r"\/")
     lark = rf"""{EXACT}
 start: {"thought" if thoughts.state == "open" else "(SPACE? opening thought)?"} @constrained
@@ -297,7 +298,7 @@ SPACE: /[ \t\r\n]{{1,64}}/"""
 
 
 def _reason(message: str) -> str:
-    """llguidance's message as one line, without the listing of the grammar, which has a line of ours."""
+    """llguidance's message as one line, without its listing of the grammar, to which this file added a line."""
     if message.startswith(DEAD_END):
         return "it allows no text that the tokens of this model can spell"
     message = re.sub(r"(?m)^ *\d+ \|.*$|^ *\^+$|<non-verbose/>", "", message)
@@ -327,7 +328,7 @@ class Grammar:
         return Constraint(vocabulary, vocabulary.matcher(self.text), vocabulary.strips and not last)
 
     def after(self, text: str) -> Constraint | None:
-        """The constraint of an answer that has begun with a text; None if no answer begins so."""
+        """The constraint of an answer that has begun with a text; None if no answer can begin with it."""
         ids, matcher = self.vocabulary.library.greedy_tokenize(text), self.vocabulary.matcher(self.text)
         return Constraint(self.vocabulary, matcher, False) if matcher.try_consume_tokens(ids) == len(ids) else None
 
@@ -390,9 +391,9 @@ class CallConstraint:
     """Limits the arguments of calls in one answer to the schemas of their functions. Not thread-safe.
 
     All ids are allowed until `ToolCallStream` has found the name of a function, and again after the arguments. So other
-    text is free and costs nothing, and every format with JSON arguments after the name is constrained. The limits begin
-    right after the name, so they include a token in which the arguments begin. A thought has no calls. `thoughts` and
-    `before` are those of `ThoughtStream`.
+    text is not limited and costs nothing, and every format with JSON arguments after the name is constrained. The
+    limits begin right after the name, so they include a token in which the arguments begin. A thought has no calls.
+    `thoughts` and `before` are those of `ThoughtStream`.
     """
 
     def __init__(
@@ -415,7 +416,7 @@ class CallConstraint:
                 log.debug("%s", error)
 
     def allowed(self) -> Tensor | None:
-        """The ids that may come next: (n_vocab,) bool, on the CPU; None: all. Do not modify it."""
+        """The ids that may come next: (n_vocab,) bool, on the CPU; None if all may. Do not modify it."""
         return None if self._arguments is None else self._arguments.allowed()
 
     def advance(self, id: int) -> None:

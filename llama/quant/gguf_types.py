@@ -1,7 +1,8 @@
-"""Quantization to GGUF's block types: the inverse of groups.READERS, and which weight gets which type.
+"""Quantization to GGUF's block types: the inverse of groups.READERS, and the choice of a type for each weight.
 
 Q8_0, Q4_0 and Q5_0 are quantized by the gguf package, with llama.cpp's integers. The K types have two levels of scales,
-for which no rule is defined; llama.cpp searches with weighted errors, and this file with plain squared errors.
+for which the format defines no rule. llama.cpp searches for the least weighted error, and this file for the least
+squared error.
 Layouts: ggml-quants.c of https://github.com/ggml-org/ggml; choice of types: llama-quant.cpp of llama.cpp.
 """
 
@@ -18,24 +19,24 @@ from ..config import ModelConfig
 from ..errors import CheckpointError
 from .schemes import best, check_scales
 
-QUANTIZED_ENTRIES = 2**18  # quantized at once; they and their copies fit into the cache
-SMALLEST = 1e-15  # largest absolute weight of a group that is not 0
-STEPS = (-1.0, -0.75, -0.5, -0.25, 0.0, 0.25, 0.5, 0.75, 1.0)  # offsets to try on a Q4_K group's number of steps
-ENDS = (32.0, 31.5, 32.5, 31.0, 33.0)  # quants to try for the largest weight of a Q6_K group, with the sign reversed
+QUANTIZED_ENTRIES = 2**18  # maximum entries to quantize at once, so that they and their copies fit into the cache
+SMALLEST = 1e-15  # if all weights of a group are below this in absolute value, they become 0
+STEPS = (-1.0, -0.75, -0.5, -0.25, 0.0, 0.25, 0.5, 0.75, 1.0)  # to add to 15, the steps in a Q4_K group; all are tried
+ENDS = (32.0, 31.5, 32.5, 31.0, 33.0)  # quants, negated, to try for the largest weight of a Q6_K group
 
 
 # ------------------------------------------------------------------------------------------------------------- types
 def q4_k(w: Tensor) -> Tensor:
     """Blocks of 256 in 8 groups: weight = d sc q - dmin mn, with 6 bits for sc and mn and 4 for q."""
     groups = w.unflatten(1, (-1, 8, 32))  # (R, blocks, groups, 32)
-    low = groups.amin(-1, keepdim=True).clamp(max=0)  # the minimum can't be above 0
+    low = groups.amin(-1, keepdim=True).clamp(max=0)  # the format can't store a minimum above 0
     width = groups.amax(-1, keepdim=True).clamp(min=0) - low
     total = groups.sum(-1, keepdim=True)
 
     def candidates() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         for more in STEPS:
             quants = ((groups - low) * _inverse(width / (15 + more))).round().clamp(0, 15)
-            # least squares for these quants: of scale and offset, or of the scale alone if the offset is above 0
+            # least squares for these quants: fit scale and offset, or the scale alone if the offset would be above 0
             sum_q, sum_qq = quants.sum(-1, keepdim=True), quants.square().sum(-1, keepdim=True)
             sum_qw = (quants * groups).sum(-1, keepdim=True)
             scale = (32 * sum_qw - sum_q * total) * _inverse(32 * sum_qq - sum_q.square())
@@ -98,12 +99,12 @@ def _inverse(x: Tensor) -> Tensor:
     return torch.where(x == 0, 0, 1 / x)
 
 
-# Type -> weights that share a scale
+# Type -> number of weights that share a scale
 TYPES = {"Q8_0": 32, "Q4_0": 32, "Q5_0": 32, "Q4_K": 32, "Q6_K": 16}
 
 
 def block_of(type: str) -> tuple[int, int]:
-    """The weights in a block of a type, and its bytes."""
+    """The number of weights in a block of a type, and the number of bytes."""
     block, size = gguf.GGML_QUANT_SIZES[number(type)]
     return block, size
 
@@ -116,7 +117,7 @@ def number(type: str) -> Any:
 def quantize(weight: Tensor, type: str) -> Tensor:
     """A weight (R, N) in a GGUF type: (R, bytes of a row) uint8. Raises CheckpointError if a weight is not finite.
 
-    Groups below SMALLEST become 0, as in llama.cpp: the reciprocals of their scales would overflow.
+    Groups below SMALLEST become 0, as in llama.cpp, since the reciprocals of their scales would overflow.
     """
     (rows, columns), (block, size) = weight.shape, block_of(type)
     out = torch.empty(rows, columns // block * size, dtype=torch.uint8)
@@ -133,7 +134,7 @@ def quantize(weight: Tensor, type: str) -> Tensor:
 
 # ------------------------------------------------------------------------------------------------------- their choice
 class Mix(NamedTuple):
-    """A kind of quantized GGUF: llama.cpp's number for it, the type of most weights, and that of the output."""
+    """A kind of quantized GGUF: llama.cpp's number for it, the type of most weights, and that of the output layer."""
 
     file_type: int
     type: str
@@ -146,12 +147,12 @@ MIXES = {
     "q4_0": Mix(2, "Q4_0", "Q6_K", "4 bits in groups of 32, output in 6 bits"),
     "q4_k": Mix(15, "Q4_K", "Q6_K", "4 bits with two levels of scales, output and some layers in 6 bits (Q4_K_M)"),
 }
-# If rows are no multiple of 256
+# Type -> the type to use if the rows are not a multiple of 256
 SMALLER = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
 
 
 def types_of(shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, kind: str) -> dict[str, str]:
-    """The type of each matrix, as llama.cpp chooses it, but for the value projections of Llama 70B.
+    """The type of each matrix, as llama.cpp chooses it, except for the value projections of Llama 70B.
 
     Raises CheckpointError if rows can't be divided into blocks.
     """

@@ -3,7 +3,7 @@
     weight = scale * quant + offset
 
 Every type in READERS has this form, so the kernels can use a file's weights without quantizing them again.
-In some types the integer is an index into 16 values (a codebook), and takes their place in the formula.
+In some types `quant` is instead one of 16 values (a codebook), and the file stores its index.
 Layouts: ggml-quants.c of https://github.com/ggml-org/ggml. R rows (out features), N columns.
 """
 
@@ -21,16 +21,16 @@ from torch import Tensor
 from ..errors import CheckpointError, UsageError
 
 GROUPS = (128, 64, 32, 16)  # columns of a group in the kernels, the largest first
-BLOCK = 256  # columns that share the factors of two levels of scales
+BLOCK = 256  # with two levels of scales, the number of columns that share the factors
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # the codebook of IQ4 types
 
 
 class GroupFormat(NamedTuple):
-    """How a weight is packed: bits per weight, columns of a group (0: the complete row), and what a group has.
+    """How a weight is packed: bits per weight, columns of a group (0: the complete row), and three options.
 
-    offset    an offset
+    offset    each group has an offset
     codebook  quants are indices into 16 values
-    levels    scales and offsets are small integers times factors of 256 columns, as in K-quants
+    levels    scales and offsets are small integers times factors that 256 columns share, as in K-quants
     """
 
     bits: int
@@ -52,7 +52,7 @@ class GroupFormat(NamedTuple):
     def of_columns(self, first: int, last: int, columns: int) -> GroupFormat:
         """The format of a range of the columns. Raises UsageError unless it begins and ends at group boundaries.
 
-        If it begins or ends within the 256 columns that share factors, it has one level of scales.
+        If the range begins or ends within 256 columns that share factors, its format has one level of scales.
         """
 
         def divides(unit: int) -> bool:
@@ -65,13 +65,13 @@ class GroupFormat(NamedTuple):
 
 
 class GroupedWeight(NamedTuple):
-    """A weight (R, N) in groups of `group` columns; group 0 is one group per row.
+    """A weight (R, N) in groups of `group` columns. group=0: each row is one group.
 
     quants   (R, N) uint8 below 2^bits
     scale    (R, groups) float32; the last group may be shorter than the others
     offset   (R, groups) float32; None means -scale * 2^(bits - 1), so that the middle integer means 0
-    values   16 integers from -127 to 127; then quants are indices into them, and there is no offset
-    factors  (R, ceil(N / 256), 1 or 2) float32; scale and offset are these times 8-bit integers
+    values   16 integers from -127 to 127; if given, quants are indices into these, and there is no offset
+    factors  (R, ceil(N / 256), 1 or 2) float32; if given, scale and offset are these factors times 8-bit integers
     """
 
     quants: Tensor
@@ -104,7 +104,7 @@ class GroupedWeight(NamedTuple):
 
     @property
     def simple(self) -> GroupedWeight:
-        """The same weight in 4 or 8 bits, with one level of scales and no codebook: every layer supports that."""
+        """The same weight in 4 or 8 bits, with one level of scales and no codebook. Every layer supports it."""
         quants, bits = self.quants, 4 if self.bits <= 4 and self.values is None else 8
         if self.values is not None:
             quants = _looked_up(quants, self.values) + 128
@@ -113,7 +113,7 @@ class GroupedWeight(NamedTuple):
         return GroupedWeight(quants, self.scale, self.offset, bits, self.group)
 
     def as_format(self, format: GroupFormat) -> GroupedWeight | None:
-        """The same weight in a format; None unless that is its own, or that of `simple`."""
+        """The same weight in a format; None unless it is this weight's format, or that of `simple`."""
         return next((groups for groups in (self, self.simple) if groups.format == format), None)
 
     def to(self, device: torch.device) -> GroupedWeight:
@@ -124,16 +124,16 @@ class GroupedWeight(NamedTuple):
         return self._map(lambda tensor: tensor[index])
 
     def scaled(self, factors: Tensor) -> GroupedWeight:
-        """The weight with each row times one of the factors (R,); the integers stay."""
+        """The weight with row i multiplied by factors[i], (R,). The integers do not change."""
         return self._map(lambda x: x if x is self.quants else x * factors.view(-1, *[1] * (x.dim() - 1)))
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> GroupedWeight:
-        """Change every tensor; each has the rows of the weight."""
+        """Apply a function to every tensor; the first axis of each is the weight's rows."""
         changed: dict[str, Any] = {name: change(x) for name, x in self._asdict().items() if isinstance(x, Tensor)}
         return self._replace(**changed)
 
     def columns(self, part: slice) -> GroupedWeight:
-        """A range of the columns, in the format `of_columns`."""
+        """A range of the columns, in the format that `GroupFormat.of_columns` returns."""
         first, last, _ = part.indices(self.quants.shape[1])
         if self.format.of_columns(first, last, self.quants.shape[1]) != self.format:
             return self.simple.columns(part)
@@ -149,14 +149,14 @@ class GroupedWeight(NamedTuple):
 
 
 def _looked_up(quants: Tensor, values: Sequence[int]) -> Tensor:
-    """The values of indices on a CPU, as int8 in uint8: bytes.translate takes a tenth of the time of indexing."""
+    """values[quants] on a CPU, int8 viewed as uint8. bytes.translate takes a tenth of the time of indexing."""
     table = bytes(value & 255 for value in values)
     bytes_ = quants.contiguous().numpy().tobytes().translate(table.ljust(256, b"\0"))
     return torch.frombuffer(bytearray(bytes_), dtype=torch.uint8).view(quants.shape)
 
 
 def joined(parts: Sequence[GroupedWeight]) -> GroupedWeight:
-    """The rows of several weights of one format, below each other."""
+    """One weight with the rows of several weights, which have the same format."""
     names = [name for name, value in parts[0]._asdict().items() if isinstance(value, Tensor)]
     below: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
     return parts[0]._replace(**below)
@@ -184,7 +184,7 @@ def _floats(raw: NDArray[np.uint8]) -> NDArray[np.float32]:
 
 
 def _split(raw: NDArray[np.uint8], *sizes: int) -> list[NDArray[np.uint8]]:
-    """(R, bytes) -> the parts of every block, by their bytes: (R, blocks, size) each."""
+    """(R, bytes) -> every block divided into parts of these sizes in bytes: (R, blocks, size) each."""
     return np.split(raw.reshape(len(raw), -1, sum(sizes)), np.cumsum(sizes[:-1]), axis=-1)
 
 
@@ -297,7 +297,7 @@ def dequantize(raw: NDArray[np.uint8], type: str) -> Tensor:
     """Blocks of a GGUF type (R, bytes) as weights (R, N) float32."""
     if type in READERS:
         return READERS[type](raw).weight
-    import gguf  # knows all types, but is slower, and the kernels have no form for the others
+    import gguf  # slower, but knows the other types, which the kernels do not support
 
     try:
         return torch.from_numpy(gguf.dequantize(raw, gguf.GGMLQuantizationType[type]))

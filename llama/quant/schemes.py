@@ -1,4 +1,4 @@
-"""Quantization of weights: the registry of schemes, and what a scheme does, in PyTorch.
+"""Quantization of weights: the registry of schemes, and the function that applies a scheme, in PyTorch.
 
 A weight matrix (N, K) becomes integers, with a scale and an optional offset for each group of inputs:
 
@@ -20,7 +20,7 @@ from .. import checks
 from ..errors import CheckpointError
 from .groups import GroupedWeight, GroupFormat
 
-# Factors to narrow a group's range by. A narrower range has finer steps for the many small weights and clips the few
+# Factors that narrow a group's range. A narrower range has finer steps for the many small weights and clips the few
 # large ones. In 8 bits the full range is best.
 CLIPS = {4: (1.0, 0.95, 0.9, 0.85, 0.8, 0.75), 8: (1.0,)}
 
@@ -29,8 +29,8 @@ CLIPS = {4: (1.0, 0.95, 0.9, 0.85, 0.8, 0.75), 8: (1.0,)}
 class Scheme:
     """How weights are quantized.
 
-    output  the scheme of the output layer and a tied embedding, if another: a token's logit depends on one row of it,
-            and no later layer averages the error
+    output  the scheme of the output layer and a tied embedding, if it differs. It may have more bits, since a token's
+            logit depends on one row, and no later layer averages the error
     """
 
     format: GroupFormat
@@ -56,14 +56,14 @@ def pick_scheme(name: str) -> Scheme:
 
 
 def scheme_for(name: str, scheme: Scheme) -> Scheme:
-    """The scheme of a quantized layer or weight of the model; an embedding is tied."""
+    """The scheme of a quantized layer or weight, by its name. A quantized embedding is always tied."""
     return scheme.output if name.startswith(("output", "tok_embeddings")) and scheme.output else scheme
 
 
 def quantize(weight: Tensor, format: GroupFormat) -> GroupedWeight:
     """Quantize a weight (N, K) by a format.
 
-    For each group, several widths of its range are tried (CLIPS), and the one with the smallest squared error is used.
+    For each group, several widths of its range are tried (CLIPS), and that with the smallest squared error is used.
     Scales and offsets are rounded to float16.
     kernels.quantize_to_tiles computes the same, packed, tens of times as fast. Raises CheckpointError if a weight
     is not finite, or too large for a float16 scale.
@@ -82,7 +82,7 @@ def quantize(weight: Tensor, format: GroupFormat) -> GroupedWeight:
 def _candidates(w: Tensor, format: GroupFormat, missing: int) -> Iterator[tuple[Tensor, ...]]:
     """Error, quants, scale and offset of groups (N, groups, group), for each width of their ranges.
 
-    missing  columns at the end that do not count
+    missing  number of columns of padding at the end, whose error does not count
     """
     top, middle_quant = 2**format.bits - 1, 2 ** (format.bits - 1)
     low, high = w.amin(-1, keepdim=True), w.amax(-1, keepdim=True)  # (N, groups, 1)
@@ -101,7 +101,7 @@ def _candidates(w: Tensor, format: GroupFormat, missing: int) -> Iterator[tuple[
 
 
 def best(candidates: Iterator[tuple[Tensor, ...]]) -> list[Tensor]:
-    """The values with the smallest error, for each group. A candidate is an error (.., groups, 1), then its values."""
+    """For each group, the values with the smallest error. A candidate is an error (.., groups, 1), then its values."""
     least, *found = next(candidates)
     for error, *values in candidates:
         better = error < least

@@ -18,18 +18,18 @@ from torch import Tensor
 from .groups import BLOCK, GroupedWeight, GroupFormat
 
 TILE = 16  # rows of a tile, as in cpp/groups.h
-PER_ROW = 64  # inputs per group in a tile if a row has one scale
+PER_ROW = 64  # if a row has one scale, the number of inputs per group in a tile
 
 
 class TileLayout(NamedTuple):
-    """How a row of 16 weights is divided into blocks.
+    """How a tile is divided into blocks.
 
     width     inputs per group
     groups    groups per block
     units     units per block
-    planes    parts of a unit, each as bits per weight, lowest bit, first byte, number of bytes
-    integers  bytes of two levels of scales
-    numbers   bytes of scales and offsets, or factors
+    planes    the parts of a unit; for each: bits per weight, lowest of these bits, first byte, number of bytes
+    integers  bytes of the integers of two levels of scales
+    numbers   bytes of scales and offsets, or of the factors of two levels
     """
 
     width: int
@@ -72,7 +72,7 @@ class TileLayout(NamedTuple):
         return weights.unflatten(-1, (self.units, -1)), integers, numbers
 
     def blocks(self, columns: int) -> int:
-        """The blocks of a row."""
+        """The number of blocks of a row."""
         return -(-columns // (self.groups * self.width))
 
 
@@ -85,8 +85,8 @@ def pack(groups: GroupedWeight, out: Tensor | None = None) -> Tensor:
     if out is None:
         out = torch.empty(tiles, tile_bytes(columns, format), dtype=torch.uint8)
     zero = 0 if groups.offset is not None or groups.values is not None else 2 ** (bits - 1)
-    # numpy, since PyTorch would start threads, and several pieces are packed at once. A word is 4 bytes of a row; words
-    # are copied in a quarter of the time of their bytes.
+    # numpy is used, since several pieces are packed at once, and PyTorch would start threads. A word is 4 bytes
+    # of a row; copying words takes a quarter of the time of copying bytes.
     padded = _pad(groups.quants, missing, count * layout.groups * layout.width - columns, zero)
     quants = padded.contiguous().numpy()
     weights, integers, numbers = layout.parts(out, columns)
@@ -125,7 +125,7 @@ def _sparse(words: Tensor, bits: int) -> Tensor:
 
 
 def _integers(scale: Tensor, factor: Tensor, tiles: int, count: int, each: int) -> Tensor:
-    """The integers of which scales are multiples: (N, groups), (N, blocks) -> (tiles, blocks, each, 16)."""
+    """The integers scale / factor: (N, groups), (N, blocks) -> (tiles, blocks, each, 16)."""
     missing = tiles * TILE - len(scale)
     padded = _pad(scale, missing, count * each - scale.shape[1]).view(tiles, TILE, count, each)
     factor = _pad(factor, missing).view(tiles, TILE, count, 1)
@@ -134,7 +134,7 @@ def _integers(scale: Tensor, factor: Tensor, tiles: int, count: int, each: int) 
 
 
 def _pad(values: Tensor, rows: int, columns: int = 0, value: int = 0) -> Tensor:
-    """A matrix with rows and columns appended; the same tensor, not a copy, if there are none."""
+    """A matrix with rows and columns appended; if there are none, the same tensor, not a copy."""
     return F.pad(values, (0, columns, 0, rows), value=value) if rows or columns else values
 
 
@@ -151,7 +151,7 @@ def tiles_shape(shape: Sequence[int], format: GroupFormat) -> tuple[int, int]:
 
 
 def scales_of(tiles: Tensor, columns: int, format: GroupFormat) -> Tensor:
-    """Scales and offsets of groups (one group if a row has one scale), or the factors of two levels of scales.
+    """The scales and offsets of groups, or the factors of two levels of scales. A row with one scale is one group.
 
     Returns (tiles, groups or blocks, 1 or 2, 16).
     """
