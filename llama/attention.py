@@ -27,7 +27,7 @@ def causal_mask(positions: Tensor, key_positions: Tensor) -> Tensor:
 
 
 def dequantized(q: Tensor, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """q (B, H, T, D), and k and v (B, KV, S, D) dequantized. If k is quantized, rotate q as the cache rotates k."""
+    """Return q (B, H, T, D), and k and v (B, KV, S, D) as floats. If k is quantized, rotate q like its keys."""
     if isinstance(k, QuantizedKV):
         return hadamard(q.float()).type_as(q), k.dequantize(q.dtype), v.dequantize(q.dtype)
     return q, k, v
@@ -39,7 +39,7 @@ def sdpa(q: Tensor, k: KeysOrValues, v: KeysOrValues, mask: Tensor | None = None
     q (B, H, T, D); k, v (B, KV, S, D); mask bool, True where a query sees a key, broadcast to (B, H, T, S), or None
     if every query sees every key. Returns (B, H, T, D).
 
-    is_causal is never used: PyTorch aligns that triangle top-left, so with T queries and S > T cached keys the first
+    is_causal is never used: PyTorch aligns its triangle top-left, so with T queries and S > T cached keys the first
     query would see the first key only.
     """
     q, k, v = dequantized(q, k, v)

@@ -16,8 +16,8 @@ from . import checks
 from .errors import ContextLengthError, UsageError
 
 FIRST_SLOTS = 1024  # tokens that a cache has room for before it first grows
-# The most slots that a cache adds at once, unless more are needed. Decoding reads the complete cache for each token, so
-# a copy every few thousand tokens adds a thousandth to this; doubling would leave half of a long cache empty.
+# A cache adds at most this number of slots at once, unless more are needed. Decoding reads the complete cache for each
+# token; a copy every few thousand tokens adds a thousandth. Doubling would leave half of a long cache empty.
 LARGEST_STEP = 4096
 
 
@@ -41,7 +41,7 @@ KeysOrValues = Tensor | QuantizedKV
 class LayerCache:
     """The keys and values of one layer, (B, KV, slots, D) each. Slot s holds position s.
 
-    buffers     k and v; axis 2 of each is the slots
+    buffers     k and v; the slots are axis 2 of each
     visible     number of slots that `update` returns; None: all of them
     key_offset  see `QuantizedLayerCache`
     """
@@ -59,7 +59,7 @@ class LayerCache:
         return cls([_zeros(shape, dtype, device) for _ in range(2)])
 
     def rows(self, rows: slice) -> LayerCache:
-        """Some rows of the batch, as a view. It takes the buffers from this cache, so it stays valid when they grow."""
+        """A view of some rows of the batch. It takes the buffers from this cache, so it stays valid when they grow."""
         part = type(self)([], self, rows)
         part.key_offset = self.key_offset
         return part
@@ -77,7 +77,7 @@ class LayerCache:
         return keys, values
 
     def write(self, new: Sequence[Tensor], positions: Tensor) -> list[Tensor]:
-        """Write each of `new` (B, KV, T, ..) into its buffer at positions (T,) or (B, T); return the filled slots."""
+        """Write each of `new` (B, KV, T, ..) into its buffer at positions (T,) or (B, T); return the visible slots."""
         for buffer, part in zip(self.buffers, new, strict=True):
             if positions.dim() == 1:
                 buffer.index_copy_(2, positions, part)
@@ -88,7 +88,7 @@ class LayerCache:
         return [buffer if self.visible is None else buffer[:, :, : self.visible] for buffer in self.buffers]
 
     def floats(self) -> tuple[Tensor, Tensor]:
-        """All keys and all values, (B, KV, slots, D) each."""
+        """All keys and all values as floating-point tensors, (B, KV, slots, D) each."""
         return self.buffers[0], self.buffers[1]
 
     def resize(self, slots: int) -> None:
@@ -128,7 +128,7 @@ class QuantizedLayerCache(LayerCache):
 
     def floats(self) -> tuple[Tensor, Tensor]:
         k, v, k_scale, v_scale = self.buffers
-        keys = hadamard(QuantizedKV(k, k_scale).dequantize(torch.float32))  # its own inverse
+        keys = hadamard(QuantizedKV(k, k_scale).dequantize(torch.float32))  # hadamard is its own inverse
         keys = keys if self.key_offset is None else keys + self.key_offset
         return keys, QuantizedKV(v, v_scale).dequantize(torch.float32)
 
@@ -147,7 +147,7 @@ def quantize_kv(x: Tensor) -> QuantizedKV:
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """Rotate the last axis by a Hadamard matrix over sqrt(n), in runs of n entries: (.., D) -> (.., D).
+    """Multiply each run of n entries on the last axis by a Hadamard matrix, divided by sqrt(n): (.., D) -> (.., D).
 
     n is the largest power of two that divides D. The rotation is its own inverse. It spreads a large entry over all n.
     """
@@ -166,11 +166,11 @@ MemoryCheck = Callable[[int, int, torch.device], None]
 
 
 class KVCache:
-    """One LayerCache per layer, and how far they are filled.
+    """A LayerCache for each layer, and the number of tokens in them.
 
     The generation code creates the cache and passes it in. For 2 cached tokens and 3 new ones:
 
-        place(3)                     positions [2, 3, 4]; from now on the keys reach to slot 4
+        place(3)                     returns the positions [2, 3, 4]; `end` is 5 from now on
         layers[0].update(k, v, ..)   writes slots 2, 3, 4 of layer 0, returns slots 0 to 4; likewise for each layer
         commit()                     length is 5. A forward pass that failed before this leaves length unchanged
         trim(4)                      drops the last token
@@ -181,7 +181,7 @@ class KVCache:
                   ├─ cached ─┼─── placed ────┼─── room ───┼── not allocated ──┤
                           length            end         slots              max_len
 
-    The buffers grow with use, by doubling and later in steps; so a long context takes memory only when it is filled.
+    The buffers grow with use, by doubling, then by LARGEST_STEP; so a long context takes memory only when filled.
     With fixed=True they have max_len slots from the start, and a single new token sees all of them through a mask, so
     shapes are the same in each step, as compiled code and CUDA graphs require. Rows of the batch may be filled to
     different lengths; length and end are those of the longest row.
@@ -225,40 +225,40 @@ class KVCache:
         # Tokens and positions are created on the device of the last layer, where the logits are computed and sampled.
         self.device = self.layers[-1].buffers[0].device
         self._cached, self._placed = [0] * batch, [0] * batch  # length and end of each row
-        self._parent: KVCache | None = None  # of a view
+        self._parent: KVCache | None = None  # the cache that this one is a view of, if any
 
     @property
     def length(self) -> int:
-        """Tokens whose keys are in every layer before the current forward pass."""
+        """Number of tokens whose keys were in every layer before the current forward pass."""
         return max(self._cached)
 
     @property
     def end(self) -> int:
-        """`length` once the current forward pass is done."""
+        """The value of `length` after the current forward pass."""
         return max(self._placed)
 
     @property
     def visible(self) -> int:
-        """Keys that attention sees in the current forward pass, masked ones included."""
+        """Number of keys that attention gets in the current forward pass, masked ones included."""
         return self.slots if self.layers[0].visible is None else self.layers[0].visible
 
     @property
     def slots(self) -> int:
-        """Positions there is room for before the buffers grow."""
-        return self.layers[-1].buffers[-1].shape[2]  # the last to be resized, so right even if memory ran out midway
+        """Number of positions that fit before the buffers grow."""
+        return self.layers[-1].buffers[-1].shape[2]  # resized last, so this is right even if memory ran out
 
     def check_sizes(self, *sizes: object) -> None:
-        """Raise UsageError unless the cache was made for these layers, key/value heads, head_dim and dtype."""
+        """Raise UsageError unless the cache has these numbers of layers and key/value heads, head_dim and dtype."""
         if sizes != self.sizes:
             found, needed = (" x ".join(map(str, numbers)) for numbers in (self.sizes, sizes))
             raise UsageError(f"the cache is for a model with {found}, this one needs {needed}; use model.new_cache()")
 
     def place(self, tokens: int, positions: Tensor | None = None, batch: int | None = None) -> Tensor:
-        """Make room for T new tokens and return their positions. Raises UsageError if `batch` is not the cache's.
+        """Make room for T new tokens and return their positions. Raises UsageError if the cache has another `batch`.
 
-        They follow the cached tokens unless `positions` (T,) or (B, T) is given. Given positions may overwrite cached
-        tokens but must not leave a gap, since attention would read the empty slots. Raises ContextLengthError if they
-        do not fit.
+        The positions follow the cached tokens, unless `positions` (T,) or (B, T) is given. They may overwrite cached
+        tokens but must not leave a gap, since attention would read the empty slots. Raises ContextLengthError if the
+        tokens do not fit.
         """
         if batch not in (None, self.batch):
             raise UsageError(f"the cache is for a batch of {self.batch}, not {batch}; use new_cache(batch={batch})")
@@ -277,7 +277,7 @@ class KVCache:
         return positions
 
     def commit(self) -> None:
-        """Add the placed tokens to `length`: they are in every layer."""
+        """Add the placed tokens to `length`: now they are in every layer."""
         self._cached = self._placed
 
     def trim(self, length: int) -> None:
@@ -288,7 +288,7 @@ class KVCache:
     def reserve(self, end: int) -> None:
         """Make room for the positions below `end`.
 
-        Raises ContextLengthError if that is beyond max_len, MemoryLimitError if the memory is not free.
+        Raises ContextLengthError if `end` exceeds max_len, and MemoryLimitError if the memory is not free.
         """
         if self._parent is not None:
             self._parent.reserve(end)
@@ -305,7 +305,7 @@ class KVCache:
     def rows(self, first: int, last: int, length: int = 0) -> KVCache:
         """Rows `first` to `last` - 1 of the batch, as a cache that shares this one's memory and holds `length` tokens.
 
-        It stays valid when this cache grows, and makes this cache grow if it needs more slots.
+        The view stays valid when this cache grows, and makes this cache grow if the view needs more slots.
         """
         part = copy.copy(self)
         part.layers = [layer.rows(slice(first, last)) for layer in self.layers]

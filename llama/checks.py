@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def is_integer(value: object) -> TypeGuard[int]:
-    """Whether a value is an int. True and False are not, although Python counts them as 1 and 0."""
+    """Whether a value is an int, and neither True nor False, which Python also counts as ints."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -31,12 +31,12 @@ def integer(
 def number(
     name: str, value: object, low: float, high: float, error: type[LlamaError] = UsageError, *, above: bool = False
 ) -> float:
-    """An int or a float from low to high, both included, as a float; above: low is excluded. NaN is refused."""
+    """An int or a float from low to high, both included, as a float; above=True excludes low. NaN is refused."""
     try:
         found = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
     except OverflowError:  # an int of hundreds of digits
         found = math.nan
-    if not low <= found <= high or (above and found == low):  # also for NaN
+    if not low <= found <= high or (above and found == low):  # true for NaN too
         span = f"above {low:g} and at most {high:g}" if above else f"from {low:g} to {high:g}"
         raise error(f"{name} must be a number {span}, got {shown(value)}")
     return found
@@ -85,7 +85,7 @@ def known_tokens(tokens: Tensor, size: int) -> None:
 
 
 def positions_of(tokens: Tensor, positions: Tensor | None) -> Tensor | None:
-    """The positions (T,) or (B, T) int64 of tokens (B, T); None stays None. (1, T) is given to every row.
+    """The positions (T,) or (B, T) int64 of tokens (B, T); None stays None; (1, T) is repeated for every row.
 
     Raises UsageError unless both are integers of these shapes, and positions are at least 0 and distinct in each row.
     """

@@ -10,7 +10,7 @@ from typing import Any
 from . import checks
 from .errors import ConfigError
 
-# No model has sizes near these. A larger number in a file means damage and must not size an allocation.
+# No model has sizes near these. A larger number in a file means damage; nothing of that size may be allocated.
 LARGEST_SIZE, LARGEST_HEAD_DIM = 2**31, 2**16
 
 

@@ -33,7 +33,7 @@ class CheckpointError(LlamaError):
 
 
 class DamagedError(CheckpointError):
-    """A file contradicts itself or is truncated. The remedy is not in `args`, since pickle makes errors from them."""
+    """A file contradicts itself or is truncated. `args` lack the remedy, since pickle makes a new error from `args`."""
 
     def __str__(self) -> str:
         return f"{super().__str__()}; the file is damaged or incomplete, download it again"

@@ -21,7 +21,7 @@ Progress = Callable[[int, int], object]
 
 
 def prompt_chunk(device: torch.device | str) -> int:
-    """The most tokens of a prompt in one pass: smaller chunks leave a GPU idle, larger ones take more memory."""
+    """The maximum of prompt tokens in one pass. Smaller chunks leave a GPU idle, larger ones take more memory."""
     return 2048 if torch.device(device).type == "cuda" else 256
 
 
@@ -48,7 +48,7 @@ def prefill_chunks(model: Transformer, rows: Sequence[Sequence[int]], cache: KVC
     """
     tokens = torch.tensor(rows, device=cache.device)  # (B, T)
     length = cache.length + tokens.shape[1]
-    cache.reserve(length)  # at once, so that the cache does not grow, and copy, in between
+    cache.reserve(length)  # at once, so that the cache is not copied to grow between chunks
     for start in range(0, tokens.shape[1], chunk := prompt_chunk(cache.device)):
         yield model.hidden(tokens[:, start : start + chunk], cache=cache, length=length)  # (B, t, C)
 
@@ -71,7 +71,7 @@ def generate(
     prompt    ids; at least one. The first cache.length of them are in the cache and are not fed again
     cache     the KV cache to use and to leave filled; default: a new one
     progress  see `Progress`
-    The others are those of `Chooser`.
+    The other arguments are those of `Chooser`.
 
     Raises UsageError for an empty prompt, an unknown id, or a cache that holds the complete prompt; ContextLengthError
     if the prompt leaves no room for one new token; NumericalError if a logit is not finite.

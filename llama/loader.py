@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 PathOrName = str | os.PathLike[str] | None
 LOG = logging.getLogger(__name__)
-SMALL, LARGE = 2**22, 2**27  # bytes in the model; weights between them are read by several threads
+SMALL, LARGE = 2**22, 2**27  # bytes in the model; several threads read the weights between these sizes
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class LoadOptions:
     """How a model is loaded.
 
     device        "cpu", "cuda", "cuda:1", ...; None: the best one; "cuda:0,cuda:1" divides the layers evenly
-    dtype         "float32", "bfloat16", "float16"; None: the fastest that the device computes in
+    dtype         "float32", "bfloat16", "float16"; None: the one in which the device computes fastest
     quantize      quantize the linear layers: "int8", "int4" or another scheme of `clearllama quantize --list`
     compile       on CUDA, compile the decoding step (engine/compiled.py); takes some seconds the first time
     rope          form of the rotation: "complex", "real" or "half" (rope.py)
@@ -68,7 +68,7 @@ class LoadOptions:
                   {"rope_type": "default"} removes the checkpoint's
     rope_theta    a base of the frequencies that replaces the checkpoint's
     kv_cache      "model" stores keys and values in the model's dtype, "int8" in 8 bits, for long contexts
-    gpu_layers    number of layers on the GPU, the last ones; the others are on the CPU (engine/placement.py)
+    gpu_layers    number of layers, from the end, on the GPU; the others are on the CPU (engine/placement.py)
     world         the processes that share the model (engine.parallel.join); this process loads its part
     tokens        expected number of tokens, prompt and answer together, for the memory check
     check_memory  compare the required memory with the free memory, before a weight is read and before a cache grows
@@ -184,7 +184,7 @@ def open_model(
     tokenizer: str | os.PathLike[str] | None = None,
     quiet: bool = False,
 ) -> Checkpoint:
-    """The checkpoint at a path or with a name, with adapters merged; its weights are not read. Arguments: `load`."""
+    """The checkpoint with this path or name, with adapters merged; no weights are read. Arguments as in `load`."""
     checks.instance("adapters", adapters, str | os.PathLike | Sequence, "a path, (path, scale) or a list of them")
     checks.instance("tokenizer", tokenizer, str | os.PathLike | None, "a path")
     return with_adapters(open_checkpoint(resolve(path_or_name, quiet), tokenizer), adapters)
@@ -259,8 +259,8 @@ def make_plan(checkpoint: Checkpoint, options: LoadOptions) -> Plan:
     context = reach(config) if options.max_seq_len is None else options.max_seq_len
     if config.sliding_window is not None and context > config.sliding_window:
         raise UsageError(
-            f"a context of {context} tokens exceeds the model's sliding window, or the position from which queries are"
-            f" scaled; neither is implemented; use at most {config.sliding_window} (--max-seq-len), or run it in vLLM"
+            f"a context of {context} tokens is too long: beyond {config.sliding_window}, this model needs a sliding"
+            " window or scaled queries, which are not implemented; use at most that number (--max-seq-len), or vLLM"
         )
     keep = options.fast and (options.dtype in (None, "auto") or dtype == torch.bfloat16)
     compiled = options.compile and placement.output.type == "cuda"
@@ -280,7 +280,7 @@ def make_plan(checkpoint: Checkpoint, options: LoadOptions) -> Plan:
 def with_rope(config: ModelConfig, scaling: Mapping[str, Any] | None = None, theta: float | None = None) -> ModelConfig:
     """The configuration with another scaling or base; None keeps the present one, rope_type "default" removes it.
 
-    A new scaling applies to the unscaled frequencies, so the context becomes the length those were trained for: the
+    A new scaling applies to the unscaled frequencies, so the context becomes the length these were trained for: the
     replaced scaling's original_max_position_embeddings, if it has one. scaling may contain a rope_theta, as files of
     transformers 5 do. Raises UsageError for bad values, and for parameters that the kind does not accept.
     """
@@ -317,9 +317,9 @@ def with_rope(config: ModelConfig, scaling: Mapping[str, Any] | None = None, the
 
 
 def check_merge(checkpoint: Checkpoint, options: LoadOptions) -> None:
-    """Raise UsageError if adapters change quantized weights, and no option says what the merged weights become.
+    """Raise UsageError if adapters change quantized weights, and no option gives the format of the merged weights.
 
-    Quantizing them again in the same way would lose most of an adapter: it changes weights by less than one step.
+    An adapter changes weights by less than one step, so quantizing them again in the same way would lose most of it.
     """
     kinds = {weight.stored for weight in map(checkpoint.weight, checkpoint.shapes) if weight.changed} - DTYPES.keys()
     if kinds and options.quantize is None and options.dtype in (None, "auto"):
@@ -333,7 +333,7 @@ def check_memory(plan: Plan) -> None:
     """Raise MemoryLimitError if weights, cache and activations do not fit into the free memory of a device."""
     options, placement, size = plan.options, plan.placement, plan.dtype.itemsize
     tokens = min(FIRST_SLOTS if options.tokens is None else options.tokens, plan.max_seq_len)
-    chunk = prompt_chunk(placement.layers[-1])  # as for KVCache.device: all layers get the same chunks
+    chunk = prompt_chunk(placement.layers[-1])  # the last layer's device decides for all, as in KVCache.device
     for device in dict.fromkeys((*placement.layers, placement.output)):
         weights = sum(weight.memory_footprint for weight in plan.weights.values() if weight.device == device)
         part = dataclasses.replace(plan.config, n_layers=placement.layers.count(device) or 1, no_rope_layers=())
@@ -359,11 +359,11 @@ def fill(model: Transformer, plan: Plan, progress: Progress | None = None) -> No
         attend = Attend(pick_attention(device, plan.options.fast))
         model.set_submodule(f"layers.{i}.attention.attend", attend)
     # numpy converts what the kernels can't, and releases the GIL, so several threads use several cores. For a small
-    # weight, passing the GIL takes longer than that saves. At most one large weight is in memory twice.
+    # weight, passing the GIL takes longer than several cores save. At most one large weight is in memory twice.
     sizes = {
         name.removesuffix(".weight"): planned.memory_footprint
         for name, planned in plan.weights.items()
-        if name.endswith(".weight")  # a layer's bias is filled with it
+        if name.endswith(".weight")  # a bias is filled with the weight of its layer
     }
     shared = [name for name, size in sizes.items() if SMALL <= size <= LARGE]
     done, total = 0, sum(sizes.values())

@@ -48,7 +48,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = x.float()  # squares in bfloat16 lose too much
+        y = x.float()  # squares in bfloat16 lose too much precision
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)  # (.., C) * (.., 1)
         return y.type_as(x) * self.weight
 
@@ -58,7 +58,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, rope: str, attention: str):
         super().__init__()
-        self.layer, self.head_dim = layer, config.head_dim  # layer: its index, which hooks read
+        self.layer, self.head_dim = layer, config.head_dim  # layer: the index of this layer, for hooks
         qkv_bias = config.attention_bias or config.qkv_bias
         self.wq = nn.Linear(config.dim, config.n_heads * config.head_dim, bias=qkv_bias)
         self.wk = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=qkv_bias)
@@ -84,8 +84,8 @@ class Attention(nn.Module):
         return self.wo(y.transpose(1, 2).flatten(-2))  # (B, T, H, D), (B, T, H * D), then (B, T, C)
 
     def key_offset(self, rope: Rope) -> Tensor | None:
-        """wk's bias, rotated and averaged over positions: (KV, 1, D). None without one. See QuantizedLayerCache."""
-        bias: Tensor | None = getattr(self.wk, "bias", None)  # a layer that replaced wk may lack it
+        """wk's bias in rotated keys, averaged over positions: (KV, 1, D). None without it. See QuantizedLayerCache."""
+        bias: Tensor | None = getattr(self.wk, "bias", None)  # a layer that replaced wk may lack the attribute
         if bias is None or isinstance(self.k_norm, RMSNorm):  # normalized keys do not contain the bias
             return None
         k = bias.float().view(1, 1, -1, self.head_dim)  # (1, 1, KV, D)
@@ -144,7 +144,7 @@ class Transformer(nn.Module):
 
     rope         form of the rotation, one of rope.FORMS; "half" needs wq and wk in that layout (rope.to_half_layout)
     attention    "sdpa" or "reference"
-    max_seq_len  the most positions that the model may use; default: `reach`, the context with its scaling and window
+    max_seq_len  number of positions that the model may use; default: `reach`, the context with its scaling and window
     """
 
     layers: Any  # a ModuleList, whose members PyTorch types as Module
@@ -187,7 +187,7 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """The normalized output of the last layer: (B, T) int64 -> (B, T, C). Arguments as in `forward`.
 
-        length  tokens in the complete text, for frequencies that depend on it (rope_scaling.BY_LENGTH); None: so far
+        length  of the complete text, for frequencies that depend on it (rope_scaling.BY_LENGTH); None: of the tokens
         """
         positions, T = checks.positions_of(tokens, positions), tokens.shape[1]
         if cache is not None:

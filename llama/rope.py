@@ -1,11 +1,11 @@
 """Rotary position embedding (RoFormer, arXiv:2104.09864) in three forms.
 
-A head of D entries is read as D/2 points in the plane. Pair i of a token at position m is rotated by the angle
+The D entries of a head form D/2 pairs, points in the plane. Pair i at position m is rotated by the angle
 m * inv_freq[i]. If q is rotated at position m and k at position n, their product depends on m - n only.
 
     complex  A pair is one complex number; a rotation is one multiplication by  cis(angle) = cos + i sin. Meta's form,
              and the definition here: the other forms are tested against it.
-    real     The same arithmetic on the two real parts; torch.compile has no complex numbers.
+    real     The same arithmetic on real and imaginary parts; torch.compile has no complex numbers.
     half     Hugging Face's rotate_half: pair i is (x[i], x[i + D/2]) instead of (x[2i], x[2i + 1]). It needs the rows
              of wq and wk in another order (`to_half_layout`) and then gives the same scores.
 
@@ -30,8 +30,8 @@ from .rope_scaling import BY_LENGTH, inverse_frequencies, kind_of
 
 # How the rows of wq and wk are ordered: Meta's pairs (2i, 2i + 1), or Hugging Face's pairs (i, i + D/2).
 Layout = Literal["interleaved", "half"]
-# Suffixes of the names of tensors whose rows are in the order of the layout. The weights of q_norm and k_norm are, too:
-# they have one entry for each entry of a head.
+# Ends of the names of tensors whose rows are in the order of the layout. The weights of q_norm and k_norm are among
+# these tensors, since they have one entry for each entry of a head.
 ROTATED = (".wq.weight", ".wk.weight", ".wq.bias", ".wk.bias", ".q_norm.weight", ".k_norm.weight")
 
 
@@ -103,7 +103,7 @@ def apply_rotary_pos_emb(
 ) -> tuple[Tensor, Tensor]:
     """Rotate q and k as transformers' modeling_llama.py does:  x * cos + rotate_half(x) * sin.
 
-    cos and sin are (T, D) or (B, T, D), the D/2 angles repeated once. unsqueeze_dim is the axis of the heads:
+    cos and sin are (T, D) or (B, T, D), for the D/2 angles repeated once. unsqueeze_dim is the axis of the heads:
     1 for q (B, H, T, D), Hugging Face's order, 2 for q (B, T, H, D). The rotation is float32.
     """
     _check(q, k, cos, sin, tokens=3 - checks.integer("unsqueeze_dim", unsqueeze_dim, 1, 2))
@@ -204,7 +204,7 @@ class Rope:
     max_seq_len is the number of positions the model may use, trained_len the context it was trained for. The scalings
     in BY_LENGTH change all frequencies with the length of the text, so their rows are computed in each forward pass.
     Cached keys keep their rotation: rotating them again would not give the logits of a full pass, since deeper layers
-    saw the old frequencies. LongRoPE changes them once (`restarts`), so there the complete text is computed again.
+    saw the old frequencies. LongRoPE changes them only once (`restarts`), and then the complete text is computed again.
     """
 
     def __init__(
@@ -226,8 +226,8 @@ class Rope:
     def freqs_cis(self, positions: Tensor, seq_len: int) -> FreqsCis:
         """The table's rows for positions (T,) or (B, T) below `seq_len`, on their device: (T, D/2) or (B, T, D/2).
 
-        In the form half, the last axis is D. seq_len is the length that the frequencies are for. It is passed in, since
-        reading the largest position from a GPU would block. Raises ContextLengthError if it is beyond max_seq_len.
+        In the form half, the last axis is D. seq_len, the length that the frequencies are for, is an argument, since
+        reading the largest position from a GPU would block. Raises ContextLengthError if seq_len exceeds max_seq_len.
         """
         if seq_len > self.max_seq_len:
             where = f"position {seq_len - 1} lies outside the {self.max_seq_len} positions that this model may use"

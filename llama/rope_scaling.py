@@ -1,11 +1,11 @@
 """Inverse frequencies of RoPE under every supported scaling: one function per kind, one registry.
 
 RoPE rotates pair i of a head by the angle  position * inv_freq[i],  with  inv_freq[i] = theta^(-2i/D)  (RoFormer,
-arXiv:2104.09864). A scaling changes these D/2 numbers, and may multiply cos and sin by an attention factor; it
-changes nothing else, so it is a function. Everything is computed in float64 and rounded to float32 once, at the end.
+arXiv:2104.09864). A scaling changes these D/2 numbers, and may multiply cos and sin by an attention factor. It
+changes nothing else, so each kind is one function. Everything is computed in float64 and rounded to float32 at the end.
 
 The kinds and their parameters are those of transformers' modeling_rope_utils.py; `ntk` and `divisors` are added here.
-The factor of `dynamic` is relative to the model's context, as it is there.
+The factor of `dynamic` is relative to the model's context, as in transformers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .errors import ConfigError
 
 @dataclass(frozen=True)
 class Base:
-    """The input of a scaling: the entries of a head that rotate, the length of the text, and the trained length."""
+    """The input of a scaling: number of rotated entries, base, length of the text, and the model's context."""
 
     dim: int
     theta: float
@@ -127,7 +127,7 @@ def yarn(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
     *("factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"), by_length=True
 )
 def longrope(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """LongRoPE (arXiv:2402.13753): a divisor per pair, from a short list up to the trained length, then a long one."""
+    """LongRoPE (arXiv:2402.13753): a divisor per pair: short_factor up to the trained length, long_factor beyond it."""
     trained = _trained_length(base.max_seq_len, scaling)
     if trained <= 1:
         raise ConfigError(f"rope scaling longrope: the trained length must be above 1, got {trained:g}")
@@ -156,7 +156,7 @@ def llama3(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
 
 @register("factor")
 def proportional(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """Only the first partial_rotary_factor of the pairs rotate; the others carry no position."""
+    """Only a share of the pairs, partial_rotary_factor, rotates: the first ones. The others carry no position."""
     part = _number(scaling, "partial_rotary_factor", default=1)
     inv_freq = base.inv_freq() / _number(scaling, "factor", default=1)
     inv_freq[int(part * base.dim // 2) :] = 0
@@ -179,7 +179,7 @@ def kind_of(scaling: Mapping[str, Any] | None) -> str:
 
 
 def rotated_entries(dim: int, scaling: Mapping[str, Any] | None) -> int:
-    """How many of the D entries of a head rotate; with `proportional` all, some of them by the angle 0."""
+    """How many of the D entries of a head rotate. With `proportional`, all of them do, some by the angle 0."""
     part = _number(scaling or {}, "partial_rotary_factor", 1)
     return dim if kind_of(scaling) == "proportional" else int(dim * part)
 
@@ -193,15 +193,15 @@ def reach(config: ModelConfig) -> int:
     """Number of positions a model can use: its context, or the trained length extended by a scaling, if that is larger.
 
     In some files max_position_embeddings is the length before the scaling, in others the length after it. With
-    llama3, it is the length after it if it exceeds original_max_position_embeddings; Llama 3.2's is not factor *
-    original. A sliding window is a limit: full attention computes the same only up to there.
+    llama3, a value above original_max_position_embeddings is the length after it; Llama 3.2's is not factor *
+    original. A sliding window limits the result, since full attention computes the same only up to the window.
     """
     context, window = stretched(config.max_seq_len, config.rope_scaling), config.sliding_window
     return context if window is None else min(context, window)
 
 
 def stretched(max_seq_len: int, scaling: Mapping[str, Any] | None) -> int:
-    """`reach` of a model without a sliding window."""
+    """The result of `reach` for a model without a sliding window."""
     if scaling is None or kind_of(scaling) not in STRETCHING or scaling.get("factor") is None:
         return max_seq_len
     own = kind_of(scaling) in ("yarn", "llama3")

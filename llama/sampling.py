@@ -1,6 +1,6 @@
 """From logits to a token: filters, in the order of `stages`, then probabilities, then one draw. Pure functions.
 
-`probs` is the definition. `choose` draws from the same distribution, and on a CPU without sorting the vocabulary.
+`probs` is the definition. `choose` draws from the same distribution; on a CPU, it does not sort the vocabulary.
 
 Importing this module does not import torch, since the command line reads the options before it does.
 """
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 LARGEST_SEED = 2**63 - 1
 MOST_TOP_LOGPROBS = 1024
-MOST_STOPS, LONGEST_STOP = 64, 1000  # stop strings, and characters of one
+MOST_STOPS, LONGEST_STOP = 64, 1000  # number of stop strings, and characters of each
 # Below this value, neither a penalty nor a low temperature can make a logit infinite.
 LARGEST_LOGIT = 1e30
-CANDIDATES = 1024  # the most probable tokens, which top_p sorts first
+CANDIDATES = 1024  # top_p first sorts only this number of the most probable tokens
 SPARE = 64  # tokens beyond k that `choose` looks at, since they may equal the k-th
 
 # processor(ids (N,) int64 of prompt and answer so far, logits (V,) float32) -> logits (V,)
 Processor: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
 Filter: TypeAlias = "Callable[[Tensor, Any], Tensor]"
-# Explains, given the ids of a text, where its numbers stop being finite. engine/nonfinite.py has one.
+# A function that explains where the numbers of a text, given as ids, stop being finite (engine/nonfinite.py has one).
 Diagnosis: TypeAlias = Callable[[Sequence[int]], str]
 
 
@@ -64,7 +64,7 @@ def process(logits: Tensor, ids: Tensor, processors: Sequence[Processor]) -> Ten
     from torch import Tensor
 
     for processor in processors:
-        found = processor(ids.clone(), logits.clone())  # it may change them in place; the log-probabilities need these
+        found = processor(ids.clone(), logits.clone())  # copies, since a processor may change its arguments
         floats = isinstance(found, Tensor) and found.is_floating_point()
         if not floats or (found.shape, found.device) != (logits.shape, logits.device):
             needed = f"floating-point logits {tuple(logits.shape)} on {logits.device}"
@@ -78,7 +78,7 @@ def process(logits: Tensor, ids: Tensor, processors: Sequence[Processor]) -> Ten
 
 
 def top_k(logits: Tensor, k: int) -> Tensor:
-    """Mask all but the k largest logits; ties with the k-th stay."""
+    """Mask all but the k largest logits; logits equal to the k-th stay."""
     k = min(k, logits.shape[-1])
     kth = logits.topk(k).values[..., -1:]  # (.., 1)
     return logits.where(logits >= kth, -math.inf)
@@ -107,7 +107,7 @@ def candidates(probability: Tensor, p: float) -> Tensor:
     if reads_are_free(probability):
         index, least = largest(probability, CANDIDATES)  # (.., N), (.., 1)
         some = probability.gather(-1, index)  # (.., N)
-        if bool((some.where(some > least, 0).sum(-1) > p).all()):  # others may equal the least
+        if bool((some.where(some > least, 0).sum(-1) > p).all()):  # other ids may equal the least
             return index
     return torch.arange(probability.shape[-1], device=probability.device).expand(probability.shape)
 
@@ -144,9 +144,9 @@ def option(default: Any, about: str, range: Any = None, filter: Filter | None = 
 
     about   the help, where X is the value, or N if it is an integer; range: (the lowest, the highest) number
     filter  filter(logits (.., V), value) -> logits with -inf for excluded tokens, applied unless value is the default;
-            to a greedy choice, too, unless it is in KEEP_BEST
-    group   "number": also in generation_config.json. "end": when an answer ends. "grammar": at most one limits it.
-            "scores": not in the lines of a batch, whose answers have the same keys. "code": only in Python
+            a greedy choice skips the filters in KEEP_BEST
+    group   "number": also in generation_config.json. "end": when an answer ends. "grammar": at most one may be set.
+            "scores": not in a line of a batch, as all answers have the same keys. "code": only in Python
     """
     factory = {"default_factory": dict} if default == {} else {"default": default}
     return dataclasses.field(metadata={"range": range, "about": about, "filter": filter, "group": group}, **factory)
@@ -182,8 +182,8 @@ class SamplingParams:
     regex: str | None = option(None, "a regular expression that the whole answer matches", group="grammar")
     grammar: str | None = option(None, "a grammar in Lark syntax that the answer matches", group="grammar")
     logprobs: bool = option(False, "True: the log-probability of each new token", group="scores")
-    top_logprobs: int = option(0, "also those of the N most probable", (0, MOST_TOP_LOGPROBS), group="scores")
-    prompt_logprobs: bool = option(False, "True: also those of the prompt; not with a draft", group="scores")
+    top_logprobs: int = option(0, "also those of the N most probable tokens", (0, MOST_TOP_LOGPROBS), group="scores")
+    prompt_logprobs: bool = option(False, "True: also those of the prompt's tokens; not with a draft", group="scores")
 
     def __post_init__(self) -> None:
         for name, field in OPTIONS.items():
@@ -222,7 +222,7 @@ class SamplingParams:
 
     @property
     def plain(self) -> bool:
-        """Whether the logits are used as they are, apart from temperature and the filters after it."""
+        """Whether no penalty, bias or processor changes the logits before the temperature and the filters."""
         penalties = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
         return not (penalties or self.logit_bias or self.processors)
 
@@ -234,7 +234,7 @@ class SamplingParams:
 
     @functools.cached_property
     def bias(self) -> tuple[Tensor, Tensor]:
-        """The ids (N,) of logit_bias and what is added to their logits (N,), once for all tokens: N may be V."""
+        """The ids (N,) of logit_bias and the numbers (N,) added to their logits. Cached, since N may be V."""
         import torch
 
         return torch.tensor([*self.logit_bias], dtype=torch.long), torch.tensor([*self.logit_bias.values()])
@@ -248,7 +248,7 @@ SamplingParams.__doc__ = f"{SamplingParams.__doc__}\n" + "".join(
 
 
 def option_names(*groups: str) -> list[str]:
-    """The options of some groups (`option`)."""
+    """The names of the options in some groups (see `option`)."""
     return [name for name, field in OPTIONS.items() if field.metadata["group"] in groups]
 
 
@@ -263,7 +263,7 @@ class Constraint(Protocol):
     """Limits the tokens of one answer, for example to a grammar (generation/structured.py)."""
 
     def allowed(self) -> Tensor | None:
-        """Which tokens may come next: (V,) bool on the CPU, at least one; None: all."""
+        """A mask (V,) bool on the CPU: True for each token that may come next, at least one. None allows all."""
 
     def advance(self, id: int) -> None:
         """Append a token to the answer. After a stop id, further calls have no effect."""
@@ -271,7 +271,7 @@ class Constraint(Protocol):
 
 # ------------------------------------------------------------------------------------- probabilities and the draw
 def extreme(logits: Tensor) -> Tensor:
-    """The largest of the logits (.., V) -> (..), or the smallest if that is NaN or below -LARGEST_LOGIT.
+    """The largest logit, or the smallest one if the smallest is NaN or below -LARGEST_LOGIT: (.., V) -> (..).
 
     This one number shows whether all logits are finite, since a minimum or maximum that includes NaN is NaN.
     """
@@ -335,8 +335,8 @@ def probs(logits: Tensor, params: SamplingParams, text: History | None = None, a
 def sample(weights: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """One draw from each distribution, in proportion to weights (.., V): (..) int64. Does not wait for the device.
 
-    The first id at which the sum of weights reaches a uniform number. As the number is not 0, an id with weight 0 is
-    never drawn. NaN draws an arbitrary id.
+    The draw is the first id at which the sum of weights reaches a uniform number. As this number is not 0, an id with
+    weight 0 is never drawn. NaN draws an arbitrary id.
     """
     import torch
 
@@ -379,8 +379,9 @@ def draw(
 ) -> Tensor:
     """Draw an id from each row of logits (.., V), after the filters `late`: top_p, min_p, both or none. -> (..) int64.
 
-    Nothing is sorted. The first id is drawn from all. If a filter excludes it, the filter also excludes every id that
-    comes after it, so the next draw is among those before it. The first id that passes has the filtered distribution.
+    Nothing is sorted. The first id is drawn from all. If a filter excludes an id, it also excludes every id that comes
+    after it (`come_before`), so the next draw is among the ids before it. The first id that passes follows
+    the filtered distribution.
     """
     import torch
 
@@ -487,9 +488,9 @@ class Chooser:
         self.history = history_of(self.text, self.start, self.params, self.n_vocab, self.device)
 
     def choose(self, logits: Tensor, choice: tuple[int, float] | None = None) -> Token:
-        """The next token from logits (V,). Raises NumericalError if one is not finite.
+        """The next token from logits (V,). Raises NumericalError if a logit is not finite.
 
-        choice  an id and the `extreme` of the logits, if `choose_rows` has chosen
+        choice  an id and the `extreme` of the logits, if `choose_rows` has chosen already
         """
         logits = logits[: self.n_vocab]
         if choice is None:
@@ -501,7 +502,7 @@ class Chooser:
 
     @property
     def alike(self) -> Hashable:
-        """Equal for answers that `choose` can draw together; None if the choice depends on more than the logits."""
+        """A key that answers share if `choose` can draw them together; None if a choice depends on more than logits."""
         params = self.params
         if self.history is not None or self.constraint is not None or not {*params.filters.values()} <= {*KEEP_BEST}:
             return None
@@ -513,7 +514,7 @@ class Chooser:
         return dict(stages(logits[: self.n_vocab], self.params, self.history, self.allowed()))
 
     def probs(self, logits: Tensor) -> Tensor:
-        """The distribution of the next token from logits (V,): (V,). Raises NumericalError if one is not finite."""
+        """The distribution of the next token from logits (V,): (V,). Raises NumericalError if a logit is not finite."""
         logits = logits[: self.n_vocab]
         self.check(float(extreme(logits)))
         return probs(logits, self.params, self.history, self.allowed())
@@ -534,7 +535,7 @@ class Chooser:
         return Token(id, logprob, id in self.stop_ids, most_probable(logits, k) if k else {})
 
     def allowed(self) -> Tensor | None:
-        """Which tokens the constraint allows next: (V,) bool; None: all."""
+        """The constraint's mask (V,) bool, True for each token that may come next; None allows all."""
         return None if self.constraint is None else self.constraint.allowed()
 
     def check(self, top: float) -> None:
@@ -543,7 +544,7 @@ class Chooser:
 
 
 def choose_rows(choosers: Mapping[int, Chooser], logits: Tensor) -> dict[int, tuple[int, float]]:
-    """The choices for rows of logits (B, V), by row. An answer whose choice depends on more than its row has none.
+    """The choices for rows of logits (B, V), by row. An answer whose choice depends on more than its row has no entry.
 
     Rows with equal options are drawn together, so the program waits for a GPU once for all of them.
     """

@@ -41,7 +41,7 @@ __all__ = ["Completion", "Llama", "Piece", "Session", "Stats", "StopText"]
 
 BATCH_SIZE = 16  # answers in progress at once
 
-ALONE = ("draft", "draft_tokens", "session")  # options of single answers
+ALONE = ("draft", "draft_tokens", "session")  # options for a single prompt only
 LONGEST_TOKEN = 128  # characters; text longer than this times the context is rejected before it is encoded
 
 Dicts = Sequence[Mapping[str, Any]]  # messages of a chat
@@ -55,7 +55,7 @@ class Llama:
     chat_template  the Jinja source of the chat template, several sources by name (tool_use, default), or None
     chat_format    a built-in chat format that is used in place of the template, such as "llama3", or None; may be set
     template_options  variables of the chat template, such as {"enable_thinking": False}; may be set
-    thinking_budget  the option thinking_budget of answers without one; no limit if it is None; may be set
+    thinking_budget  the default of the option thinking_budget; None is no limit; may be set
     sampling       sampling options that the checkpoint's generation_config.json asks for; they replace the defaults
     adapters       descriptions of the merged LoRA adapters
     warnings       what a user should know about the checkpoint, one line each
@@ -67,8 +67,8 @@ class Llama:
     draft_tokens  the maximum number of drafted tokens per pass
     session       a `Session`, which keeps the KV cache for the next call
 
-    Threads may call it at once, and each gets the answer it would get alone. A Session or a Draft serves one stream at
-    a time; a second stream raises UsageError.
+    Several threads may use it at once, and each gets the answer it would get alone. A Session or a Draft serves one
+    stream at a time; a second stream raises UsageError.
     """
 
     def __init__(
@@ -117,9 +117,9 @@ class Llama:
 
         With a suffix, a model with infill tokens generates the text between prompt and suffix.
 
-        A list of prompts returns a list of completions, the same as one by one. batch_size of them run at once, without
-        a draft or a session. The first error ends all of them; its message gives the number of the prompt. progress
-        gets the number of finished prompts and of all prompts; for a single text, as in `stream_ids`.
+        A list of prompts returns a list of completions, the same as from one call each. batch_size of them run at once,
+        without a draft or a session. The first error ends all of them; its message gives the number of the prompt.
+        progress gets the number of finished prompts and of all prompts; for a single text, see `stream_ids`.
         """
         checks.instance("progress", progress, Callable | None, "a function")
         if isinstance(prompt, str):
@@ -193,7 +193,7 @@ class Llama:
         *,
         forced: bool = False,
     ) -> list[int]:
-        """Ids of a conversation as `chat` feeds them, ending with the assistant's turn: its start, or its text."""
+        """The ids that `chat` feeds. They end with the start of the assistant's turn, or with the text it continues."""
         given = checks.instance("template_options", template_options, Mapping | None, "a mapping from names")
         messages = _messages(messages)
         return encode_chat(
@@ -209,7 +209,7 @@ class Llama:
         )
 
     def thoughts(self, ids: Sequence[int], messages: Dicts = ()) -> Thoughts:
-        """How the answer to a conversation, encoded in these ids, begins: the option `thoughts` of `stream_ids`."""
+        """A value for the option `thoughts` of `stream_ids`: how the answer to a conversation with these ids begins."""
         template = TEMPLATES.get(self.chat_format or "", self.chat_template)
         answer = messages[-1]["content"] if continues_answer(messages) else ""
         return find_thoughts(self.tokenizer, template, ids, answer)
@@ -219,7 +219,7 @@ class Llama:
 
         Merged adapters and edited weights are included; quantized weights are dequantized to the model's dtype
         (`llama.quantize` keeps them quantized). Raises UsageError if the path exists or several processes share the
-        model, ConfigError if the format can't express it.
+        model, and ConfigError if the format can't express the model.
         """
         target, config, shapes = Path(path), self.model.config, expected_shapes(self.model.config)
         if os.path.lexists(target) or self.model.world is not None:
@@ -256,10 +256,10 @@ class Llama:
     ) -> Generator[Piece]:
         """Stream the pieces of text that follow the ids of a prompt; `stream` and `stream_chat` use it.
 
-        session    as in the class; a speculative.Draft as `draft` also keeps its own cache
+        session    as in the class. `draft` may also be a speculative.Draft, which keeps its own cache
         continues  True (default): the text is what the new ids append to the prompt's text. False: it is a separate
                    text, as in a chat, without the space that SentencePiece adds before every text
-        thoughts   of `Llama.thoughts`, if the answer may begin with a thought
+        thoughts   the result of `Llama.thoughts`, if the answer may begin with a thought
         progress   called while the prompt is computed: progress(number of tokens done, number of tokens to compute)
 
         Invalid options raise UsageError here, not at the first piece.
@@ -275,7 +275,7 @@ class Llama:
     def _stream(
         self, job: Job, session: Session | None, draft: Draft | None, progress: Progress | None
     ) -> Generator[Piece]:
-        if job.params.prompt_logprobs:  # only a batch computes them
+        if job.params.prompt_logprobs:  # only a batch computes these
             for _, piece in self.answers([job], batch_size=1):
                 if isinstance(piece, LlamaError):
                     raise piece
@@ -312,9 +312,10 @@ class Llama:
         yield answer.end() if draft is None else answer.end(draft.drafted, draft.accepted)
 
     def prepare(self, prompt: Sequence[int], options: Mapping[str, Any], n: int = 1) -> list[Job]:
-        """Prepare n jobs for `answers`, with the seeds seed, seed + 1, ... Options: those of the class, but draft.
+        """Prepare n jobs for `answers`, with the seeds seed, seed + 1, ... Options: those of `SamplingParams`.
 
-        calls are schemas of functions: they limit the arguments of calls. Raises UsageError for an invalid option.
+        Also `continues`, `thoughts`, and `calls`: schemas of functions, which limit the arguments of calls. Raises
+        UsageError for an invalid option.
         """
         ids, continues = token_ids(prompt), checks.boolean("continues", options.get("continues", True))
         thoughts = checks.instance("thoughts", options.get("thoughts", Thoughts()), Thoughts, "from Llama.thoughts")
@@ -329,7 +330,7 @@ class Llama:
             raise UsageError("thinking_budget needs a chat whose template has marks such as </think>: leave it out")
         before, tools = ids if continues else (), options.get("calls") if grammar is None else None
         if shortest := 2**31 if params.ignore_eos else params.min_tokens:
-            known = sum(id < self.tokenizer.n_vocab for id in ids)  # those that processors see
+            known = sum(id < self.tokenizer.n_vocab for id in ids)  # number of ids that processors see
             ends = [id for id in (*self.tokenizer.stop_ids, *params.stop_token_ids) if id < self.tokenizer.n_vocab]
             params = dataclasses.replace(params, processors=[*params.processors, exclude_until(known + shortest, ends)])
         seed = secrets.randbelow(LARGEST_SEED) if params.seed is None else params.seed

@@ -52,7 +52,7 @@ def plan_weights(
     scheme  quantizes the linear layers; None: no quantization
     fast    float matrices may have another dtype than the model (`kept_dtype`)
     keep    use a file's quantized groups unchanged where the device has a kernel for them
-    layout  of wq and wk
+    layout  order of the rows of wq and wk
 
     Tied weights are "output.weight"; on two devices, they are "tok_embeddings.weight" too.
     """
@@ -116,7 +116,7 @@ def storage_warnings(weights: Mapping[str, WeightPlan], dtype: torch.dtype) -> l
 def check_tensors(checkpoint: Checkpoint) -> None:
     """Raise CheckpointError unless the tensors' names and shapes are those of the architecture. Reads only headers.
 
-    The libraries that read the files make their own checks; this is the only one after them. It does not look for
+    This is the only check besides those of the libraries that read the files. It does not look for
     values that are not finite: quantization refuses them, float weights keep them, and a run names them.
     """
     if found := mismatches(checkpoint):
