@@ -526,7 +526,7 @@ def test_a_window_ends_the_context(tmp_path: Path) -> None:
     assert gap(ours, model, 16) < 5e-4
     with pytest.raises(LlamaError, match="position 16 lies outside the 16 positions"):
         ours(tokens(17))
-    with pytest.raises(UsageError, match=r"context of 17 tokens exceeds the model's sliding window.*at most 16.*vLLM"):
+    with pytest.raises(UsageError, match=r"context of 17 tokens is too long: beyond 16.*sliding window.*vLLM"):
         load(tmp_path, max_seq_len=17)
     assert load(tmp_path, rope_scaling={"rope_type": "linear", "factor": 4.0}).max_seq_len == 16
     assert open_checkpoint(tmp_path).warnings == [

@@ -23,8 +23,8 @@ FinishReason = Literal["stop", "length"]
 class Stats:
     """Counts and times of a generation. Times are in seconds; speeds in tokens per second, or None if not measured.
 
-    drafted_tokens were proposed by a draft (speculative.py); accepted_tokens of them are part of the answer.
-    reasoning_tokens of new_tokens are the thought with its marks.
+    drafted_tokens were proposed by a draft (speculative.py), and accepted_tokens were accepted by the model.
+    reasoning_tokens is the number of new_tokens that belong to the thought or its marks.
     """
 
     prompt_tokens: int
@@ -101,12 +101,12 @@ class Completion:
 
     def __repr__(self) -> str:
         text = repr(self.text)
-        text = text if len(text) <= 80 else f"{text[:76]}{text[-1]}..."  # str() is all of it
+        text = text if len(text) <= 80 else f"{text[:76]}{text[-1]}..."  # str() gives the complete text
         return f"Completion({text}, {len(self.tokens):,} tokens, finish_reason={self.finish_reason!r})"
 
 
 class StopText:
-    """Cuts a stream of text at its first stop string. Delays only text that may be the beginning of one.
+    """Cuts a stream of text at its first stop string. Delays only text that may begin a stop string.
 
     The result does not depend on how the stream is divided into pieces: a complete stop string waits
     while one that began earlier may still be completed.
@@ -151,7 +151,7 @@ class ThinkingBudget:
 
     def __init__(self, tokenizer: Tokenizer, thoughts: Thoughts, left: int, inner: Constraint | None):
         self.stream, self.left, self.inner = ThoughtStream(tokenizer, thoughts), left, inner
-        self.closing = tokenizer.encode(thoughts.closing, parse_special=True)  # ids of the mark that are to come
+        self.closing = tokenizer.encode(thoughts.closing, parse_special=True)  # ids of the closing mark still to come
         self.n_vocab = tokenizer.n_vocab
 
     def allowed(self) -> Tensor | None:
@@ -185,7 +185,8 @@ class Job(Request):
 class Answer:
     """An answer in progress: call `feed` with each token until it is `done`, then `end`.
 
-    Time is measured from construction, when the prefill starts, and at each token. prompt: its tokens, if requested.
+    Times are measured at construction, when the prefill starts, and at each token.
+    `prompt` has the prompt's tokens if requested.
     """
 
     prompt: Sequence[Token] | None = None
@@ -196,7 +197,7 @@ class Answer:
         self.done = False
         self._thoughts = ThoughtStream(tokenizer, job.thoughts, job.ids if job.continues else ())
         stops = job.params.stop
-        self._stop_text = StopText(stops)  # one that names a control token, which has no text, stops at its id
+        self._stop_text = StopText(stops)  # the name of a control token, which has no text, stops at its id
         self._stop_names = {tokenizer.control[stop] for stop in stops if stop in tokenizer.control}
         self._tokens: list[Token] = []
         self._texts: list[str] = []

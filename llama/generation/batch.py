@@ -10,10 +10,10 @@ that row alone, and from then on each step decodes it together with the others.
 Each row has its own positions, mask and random generator, so its answer is the one it would get alone. If a prompt
 shares a prefix with the contents of a row (often a system prompt), the row's keys and values are reused.
 
-Prompts are fed in chunks, and take turns: the next chunk is of the prompt with the shortest rest, so a short prompt
+Prompts are fed in chunks, and take turns: the prompt with the shortest rest gets the next chunk, so a short prompt
 passes a long one. At most PASSES chunks in succession pass the oldest prompt, so each prompt waits for at most PASSES
-chunks for each chunk of the older ones and its own. A prompt waits while one that is being fed begins with the same
-tokens: their keys are copied as soon as they are computed. Until then, the turns of both go to the one being fed.
+chunks for each chunk of the older ones and its own. A prompt waits while another one with the same first tokens is
+being fed: their keys are copied as soon as they are computed. Until then, the turns of both go to the one being fed.
 
 Before the answers in progress get their next token, one chunk is fed, or several short prompts that take as long.
 `between` is called after each chunk and each step, and may run the model with a cache of its own.
@@ -81,7 +81,7 @@ class Source(Protocol):
     """Where requests come from, for example a queue.Queue."""
 
     def get(self, block: bool) -> Any:
-        """The next request, or None if there will be no more. Raises queue.Empty if there is none now, unless block."""
+        """The next request, or None if there will be no more. Unless block, raises queue.Empty instead of waiting."""
 
 
 # The events of request `number` (from 0), in this order: Started, PromptScored if it was requested, any number of
@@ -125,8 +125,8 @@ class ActiveSequence:
     number: int
     request: Request
     ids: list[int]  # of the prompt
-    end: int  # the largest number of tokens of prompt and answer
-    begun: bool = False  # set at the first turn; from then on, the slot's ids are the prompt's in the cache
+    end: int  # maximum number of tokens, prompt and answer together
+    begun: bool = False  # whether the first chunk was fed: then slot.ids are this prompt's ids in the cache
     scored: list[Token] = field(default_factory=list)  # of the prompt, so far
     chooser: Chooser = field(init=False)  # of the answer
 
@@ -137,12 +137,12 @@ class Slot:
     def __init__(self) -> None:
         self.ids: list[int] = []
         self.next = 0
-        self.sequence: ActiveSequence | None = None  # only once it is an answer
+        self.sequence: ActiveSequence | None = None  # None while the prompt is fed
         self.used = 0  # the number of the request that used it last, from 1
         self.owner: object = None  # of the request that used it last
 
     def shares(self, prompt: Sequence[int]) -> int:
-        """The number of leading tokens of a prompt that it holds; 0 for a prefix that is not worth copying."""
+        """The number of leading tokens of a prompt that this slot holds; 0 for a prefix that is not worth copying."""
         shared = shared_prefix(self.ids, prompt)
         return shared if shared >= SHORTEST_PREFIX else 0
 
@@ -153,7 +153,7 @@ class Batch:
     requests  read one at a time, whenever a slot is free: an iterable, or a Source, which may be empty for some time
     slots     maximum number of prompts and answers in progress
     stop_ids, n_vocab  as in `generate.generate`
-    between   called after each chunk of a prompt and each step of the answers; it may run the model with its own cache
+    between   called after each chunk of a prompt and each step of the answers; it may run the model with another cache
 
     An error in one request (a prompt that is too long, logits that are not finite) ends only that request. If the RoPE
     frequencies depend on the length (rope.Rope), rows can't share a pass, and requests run one after the other. Raises
@@ -187,9 +187,9 @@ class Batch:
         self.count = 0  # requests read so far
         self.slots = [Slot() for _ in range(slots)]
         self.prompts: dict[Slot, ActiveSequence] = {}  # those in progress, from the oldest to the newest
-        self.fed = 0.0  # prompt tokens since the last step of the answers; those late in a long text count more
+        self.fed = 0.0  # prompt tokens fed since the last step of the answers; late tokens of a long text count more
         self.passed = 0  # chunks since the last turn of the oldest prompt
-        self.longest = longest  # no request needs more positions
+        self.longest = longest  # maximum number of positions of a request
 
     def __iter__(self) -> Iterator[Event]:
         self.cache = self.model.new_cache(max(1, self.longest), batch=len(self.slots), fixed=False)
@@ -296,7 +296,7 @@ class Batch:
         rest, chunk, slowdown = self._rest(slot), prompt_chunk(self.cache.device), 1.0
         size = min(rest, chunk)
         if self.cache.device.type == "cpu":
-            # Chunks get smaller as the text grows, since attention takes longer. The rest has chunks of equal size.
+            # Chunks get smaller as the text grows, since attention takes longer. The chunks of the rest are equal.
             slowdown += (len(self.prompts[slot].ids) - rest) / 1024
             size = -(-rest // -(-rest // max(int(chunk / slowdown), chunk // 4, 1)))
         if self._active() and self.fed and self.fed + size * slowdown > chunk:
@@ -349,7 +349,7 @@ class Batch:
 
     @torch.inference_mode()
     def _score(self, prompt: list[int], fed: int, hidden: Tensor, top: int) -> list[Token]:
-        """The tokens that the last chunk of prompt[:fed] predicts, and the first token. hidden: (1, T, C)."""
+        """The tokens that the last chunk of prompt[:fed] predicts; first, for the first chunk, token 0. hidden: (1, T, C)."""
         logits = self.model.output(hidden)[0].float()[:, : self.n_vocab]  # (T, V)
         start = fed - len(logits)
         scored = [Token(prompt[0], None, False)] if start == 0 else []
@@ -366,7 +366,7 @@ class Batch:
 
     # ------------------------------------------------------------------------------------------- a step of all slots
     def _step(self) -> Iterator[Event]:
-        """One token for each row."""
+        """Decode one token for each row."""
         yield from self._grow()
         if not self._active():
             return
@@ -414,7 +414,7 @@ class Batch:
         return self._rounded(max(i for i, slot in enumerate(self.slots) if slot.sequence) + 1)
 
     def _rounded(self, rows: int) -> int:
-        """The number of rows with which a step runs if it needs some."""
+        """The number of rows of a step that needs `rows` rows."""
         return rows if self.cache.device.type == "cpu" else min(1 << (rows - 1).bit_length(), len(self.slots))
 
     @torch.inference_mode()

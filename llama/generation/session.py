@@ -77,7 +77,7 @@ class Session:
                 self.cache, self.tokens, self._owner, self._tokenizer = model.new_cache(), [], None, None
             self._bind(model, tokenizer)
             # Under frequencies that depend on the length, a longer prompt rotates even its first token differently.
-            # A session made of tokens alone has an empty cache: tokens beyond its length are computed again.
+            # A session made of tokens alone has an empty cache: tokens beyond the cache's length are computed again.
             shared = 0 if model.rope.by_length else shared_prefix(self.tokens[: self.cache.length], prompt)
             self.cache.trim(shared)
             self.tokens = self.tokens[:shared]
@@ -142,7 +142,7 @@ class Session:
         tokenizer  the model's tokenizer, to check it now; without it, the first stream that uses the session checks it
 
         Raises CheckpointError if the file is damaged, is not a session, or belongs to another model or tokenizer (with
-        the setting that differs), ContextLengthError if it does not fit into the model's context.
+        the setting that differs), ContextLengthError if the session does not fit into the model's context.
         """
         path = Path(path)
         check_model(model)
@@ -215,7 +215,7 @@ def check_model(model: Transformer) -> None:
 
 
 def check_target(path: Path) -> None:
-    """Raise UsageError unless a session can be written to a path, which is free or holds a session."""
+    """Raise UsageError unless a session can be written to a path. The path must be free or hold a session."""
     folder = path.resolve().parent
     try:
         check_writable(folder)

@@ -1,9 +1,9 @@
 """Speculative decoding (arXiv:2211.17192, arXiv:2302.01318): draft several tokens, verify them in one pass.
 
 A decoding step mostly reads the weights, so a pass over a few tokens costs little more than a pass over one. A draft
-proposes the next tokens; one pass of the model computes its own distribution p at each of them; each drafted token x,
-drawn from the draft's distribution q, is accepted with probability min(1, p(x) / q(x)). The first one that is rejected
-is replaced by a draw from max(p - q, 0), normalized, and the drafted tokens after it are dropped. The distribution of
+proposes the next tokens; one pass of the model computes the model's distribution p at each of them; a drafted token x,
+drawn from the draft's distribution q, is accepted with probability min(1, p(x) / q(x)). The first rejected token is
+replaced by a draw from max(p - q, 0), normalized, and the drafted tokens after it are dropped. The distribution of
 the output does not change, since the probability that x is chosen is
 
     q(x) min(1, p(x) / q(x))  +  P(rejected) max(p(x) - q(x), 0) / sum(max(p - q, 0))
@@ -57,13 +57,13 @@ ACQUIRING = Lock()  # makes the check and the reservation of a draft one step, s
 
 
 class DraftToken(NamedTuple):
-    """A drafted id and the distribution q (V,) it was drawn from; None if it was not drawn: q is 1 at the id."""
+    """A drafted id and the distribution q (V,) it was drawn from. None means that the id was certain: q is 1 there."""
 
     id: int
     q: Tensor | None
 
 
-# Logits (V,) and the ids before -> a token, drawn as the model's are
+# A function that draws a token from logits (V,) and the ids before it, as the model's tokens are drawn
 DraftPick = Callable[[Tensor, Sequence[int]], DraftToken]
 
 
@@ -125,7 +125,7 @@ def speculate(  # the parameters of generate.generate
         logits = prefill(model, tokens[cache.length :], cache, progress=progress)[None]  # (1, V)
         drafted = list[DraftToken]()
         while True:
-            for row, token in zip_longest(logits, drafted):  # after the last token, after each drafted one
+            for row, token in zip_longest(logits, drafted):  # row i gives p at drafted[i]
                 p = chooser.probs(row)
                 if token is None:  # every drafted token was accepted, and the pass has one more distribution
                     id, accepted = int(sample(p, generator)), False
@@ -134,7 +134,7 @@ def speculate(  # the parameters of generate.generate
                     id = token.id if accepted else int(sample(residual(p, token), generator))
                     draft.learn(accepted)
                 if not accepted:
-                    cache.trim(len(tokens))  # drop the tokens that were drafted after these
+                    cache.trim(len(tokens))  # drop the rejected token and those after it
                 chosen = chooser.append(id, row)
                 yield chosen
                 if chosen.stop or len(tokens) == end:
@@ -192,7 +192,7 @@ class Draft(ABC):
         self.rate = FIRST_RATE
 
     def length(self) -> int:
-        """How many tokens to draft: one more while the probability that all are accepted exceeds the cost."""
+        """How many tokens to draft: as many as are all accepted with a probability above the cost of one."""
         length, chance = 0, self.rate
         while length < self.most and chance > self.cost:
             length, chance = length + 1, chance * self.rate
@@ -265,7 +265,7 @@ def check_rope(model: Transformer) -> None:
 def check_match(draft: Transformer, model: Transformer, n_vocab: int | None = None) -> None:
     """Raise UsageError if two models differ in the number of ids, or are on different devices.
 
-    n_vocab  the number of ids that occur. Further rows of an embedding are padding, which may differ.
+    n_vocab  the number of ids in use. Further rows of an embedding are padding, which may differ.
     A model whose weights are not read yet is on the device "meta", which fits every device.
     """
     ours, theirs = ((m.config.vocab_size, str(m.norm.weight.device)) for m in (draft, model))

@@ -57,7 +57,7 @@ CHILD = Child(Path(__file__).with_name("grammar.py"), ("llguidance",), seconds=2
 WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 # Without \uXXXX a string has one spelling, so that no key evades the rules for its name.
 ESCAPES = 'nrbtf\\"'
-# What these escapes can't spell, in JSON text. llguidance leaves it out of constants and patterns without an error.
+# Characters that these escapes can't spell, in JSON text. llguidance drops them from constants and patterns.
 UNSPELLED = re.compile(r"(?<!\\)(?:\\\\)*\\u00(?:0[0-7bef]|1.|7f)")
 
 # Without this, llguidance allows only one tokenization of text that must come next
@@ -104,14 +104,14 @@ def _regex(source: Any) -> list[dict[str, Any]]:
 
 
 def _lark(source: Any) -> list[dict[str, Any]]:
-    """The answer matches a grammar in llguidance's Lark syntax, or in GBNF as of llama.cpp."""
+    """The answer matches a grammar in llguidance's Lark syntax, or in llama.cpp's GBNF."""
     text = _text("grammar", source)
     if "::=" in text:
         from llguidance.gbnf_to_lark import gbnf_to_lark
 
         try:
             text = gbnf_to_lark(text)
-        except Exception as error:  # it has errors of several types, and none that they share
+        except Exception as error:  # the errors have several types and no common class
             raise UsageError(f"the grammar is not valid GBNF: {error}") from None
     for options in re.findall(r"^[ \t]*[?!]?[\w-]+(?:::_)?[ \t]*\[([^\]\n]*)\]", text, re.MULTILINE):
         for name, remedy in NOT_SUPPORTED.items():
@@ -220,7 +220,7 @@ class Vocabulary:
         return LLMatcher(self.library, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
 
     def mask(self, matcher: LLMatcher) -> Tensor:
-        """The tokens (n_vocab + len(spaced),) bool that a matcher allows next. Raises UsageError if it fails."""
+        """Mask (n_vocab + len(spaced),) bool of the tokens that a matcher allows next. Raises UsageError if it fails."""
         found = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         if matcher.is_error():  # the mask would allow the stop ids
             raise UsageError(f"no token can continue the answer: {_reason(matcher.get_error())}; simplify the grammar")
@@ -282,7 +282,7 @@ def after_thought(grammar: Grammar, tokenizer: Tokenizer, thoughts: Thoughts) ->
     if thoughts.state == "closed":
         return grammar
     ids = [(tokenizer.control.get(mark), mark) for mark in thoughts[:2]]
-    opening, closing = (json.dumps(mark) if id is None else f"<[{id}]>" for id, mark in ids)  # or as text
+    opening, closing = (json.dumps(mark) if id is None else f"<[{id}]>" for id, mark in ids)  # text if there is no id
     end = re.escape(thoughts.closing).replace("/", r"\/")
     lark = rf"""{EXACT}
 start: {"thought" if thoughts.state == "open" else "(SPACE? opening thought)?"} @constrained
@@ -297,7 +297,7 @@ SPACE: /[ \t\r\n]{{1,64}}/"""
 
 
 def _reason(message: str) -> str:
-    """llguidance's message as one line, without the listing of the grammar, which has a line of ours."""
+    """llguidance's message as one line, without its listing of the grammar, which has a line that was added here."""
     if message.startswith(DEAD_END):
         return "it allows no text that the tokens of this model can spell"
     message = re.sub(r"(?m)^ *\d+ \|.*$|^ *\^+$|<non-verbose/>", "", message)
