@@ -53,14 +53,14 @@ class GraphRunner(Runner):
 
 
 class FixedCaches:
-    """Makes fixed caches for `Transformer.make_cache`, and uses their memory again: see the top of this file."""
+    """Makes fixed caches for `Transformer.make_cache`, and reuses their memory: see the top of this file."""
 
     def __init__(self) -> None:
-        self.made: dict[object, tuple[KVCache, weakref.ref[KVCache]]] = {}  # a cache of each kind, and its last view
+        self.made: dict[object, tuple[KVCache, weakref.ref[KVCache]]] = {}  # for each key: a cache, and its last view
 
     def __call__(self, *sizes: int, batch: int = 1, **options: Any) -> KVCache:
-        """A view of an empty cache for sizes[-1] tokens; of a new cache while an earlier view is in use."""
-        if options.get("fixed") is False:  # of a batch, which grows with its answers
+        """A view of an empty cache for sizes[-1] tokens. While an earlier view is in use, the cache is a new one."""
+        if options.get("fixed") is False:  # the cache of a batch, which grows with its answers
             return KVCache(*sizes, batch=batch, **options)
         key = *sizes[:-1], batch, options.get("dtype"), options.get("kind")
         room = 1 << (sizes[-1] - 1).bit_length()  # a power of two, so that most answers fit into the same cache

@@ -9,7 +9,7 @@ from ..attention import AttentionFunction, dequantized, sdpa
 from ..cache import KeysOrValues, QuantizedKV
 from . import kernels
 
-FEW_KEYS = 32  # two vectors of the widest kind: PyTorch's kernel loses NaN below that
+FEW_KEYS = 32  # PyTorch's kernel loses NaN for fewer keys than two of the widest vectors hold
 
 
 def cpu_sdpa(q: Tensor, k: KeysOrValues, v: KeysOrValues, mask: Tensor | None = None) -> Tensor:

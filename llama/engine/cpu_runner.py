@@ -79,7 +79,7 @@ class KernelRunner(Runner):
         return x.view(h.shape)
 
     def slots(self, model: Transformer, h: Tensor, cache: KVCache | None) -> tuple[Any, ...]:
-        """Where the layers keep keys and values, their scales and offsets, and how many of the slots they see."""
+        """For each layer its keys, values, scales and offsets, and for all layers the number of slots they see."""
         if cache is None:  # every layer uses the same memory
             B, T, _ = h.shape
             _, KV, D, dtype = model.cache_sizes
@@ -97,13 +97,13 @@ class KernelRunner(Runner):
         return tokens > 0 and (tokens <= FEW_ROWS or self.any_rows)
 
     def threads(self, tokens: int) -> contextlib.AbstractContextManager[None]:
-        """Alternating between PyTorch's threads and the kernels' is slow, so the kernels get them for the pass."""
+        """Alternating between PyTorch's threads and the kernels' is slow, so the kernels get all cores for the pass."""
         return kernels.own_threads() if self.fits(tokens) else contextlib.nullcontext()
 
     def unchanged(self, model: Transformer) -> bool:
         """Whether the model is still the one that this runner was made for, without hooks.
 
-        Raises UsageError if a model with packed weights was cast: they can't follow.
+        Raises UsageError if a model with packed weights was cast, since packed weights can't be cast.
         """
         if model.norm.weight.dtype == self.dtype:
             return self.watch.unchanged(model.layers)

@@ -4,12 +4,12 @@
     rows_of_tiles      dequantize some rows of a packed weight
     quantize_to_tiles  quantize a weight to 4 or 8 bits and pack it
     pack_blocks        pack the blocks of a GGUF file
-    linear_bf16        multiply rows of x by a weight in 16 bits: a few; with AMX, or if they widen, any number
+    linear_bf16        multiply x by a weight in 16 bits: a few rows; with AMX, or if the kernels widen, any number
     attend             attention
     layers             all layers of a model (cpu_runner.py)
 
 The sources include only the stable headers of torch, and several cores compile them, in ten to twenty seconds. Without
-a compiler, or on a machine that no form is for, `ready` logs the reason once and the callers use PyTorch's operators.
+a compiler, or on a machine without a form, `ready` logs the reason once and the callers use PyTorch's operators.
 CLEARLLAMA_KERNELS overrides the form: off, or one of FORMS.
 """
 
@@ -150,7 +150,7 @@ def sources() -> str:
 
 
 def compiler() -> str | None:
-    """The command of this machine's C++ compiler, None without one. CXX overrides it."""
+    """The command of this machine's C++ compiler, None if there is none. CXX overrides it."""
     return os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
 
 
@@ -236,9 +236,9 @@ def _warn(reason: str) -> None:
 def own_threads() -> Iterator[None]:
     """Within this context, the kernels use all of PyTorch's threads, and PyTorch's own operators use one.
 
-    PyTorch's threads wait for work by spinning, so in between they would take the cores from the kernels' threads;
-    those that still spin are ended. Both numbers belong to the calling thread. The context changes nothing without the
-    kernels, or within itself.
+    PyTorch's threads wait for work by spinning, so they would take the cores from the kernels' threads; threads that
+    still spin are ended. Both numbers of threads belong to the calling thread. The context changes nothing without the
+    kernels, or inside another such context.
     """
     threads = torch.get_num_threads()
     library = None if threads == 1 else _library()
@@ -248,7 +248,7 @@ def own_threads() -> Iterator[None]:
     choose = library.clearllama_choose_threads  # both numbers in one call, which a signal can't interrupt
     try:
         choose(threads, 1)
-        end_openmp_threads()  # takes 0.1 ms if there are any, otherwise 1 us
+        end_openmp_threads()  # takes 0.1 ms if there are such threads, otherwise 1 us
         yield
     finally:
         choose(0, threads)
@@ -300,7 +300,7 @@ def quantize_to_tiles(weight: Tensor, clips: Sequence[float], bits: int, group: 
 
 
 def pack_blocks(raw: Tensor, type: str, order: Tensor | None, out: Tensor) -> None:
-    """Pack blocks of a GGUF type (rows, bytes) as tiles.pack does, into `out`; order (n,): the rows to pack, or all."""
+    """Pack blocks of a GGUF type (rows, bytes) as tiles.pack does, into `out`; order (n,): the rows, None: all."""
     torch.ops.clearllama.pack_blocks(raw, type, order, out)
 
 

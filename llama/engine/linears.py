@@ -3,7 +3,7 @@
 A decoding step spends most of its time on reading weights, so a quarter of the bytes takes about a quarter of the time.
 
     nn.Linear      any device and dtype; PyTorch
-    FewRowsLinear  16 bits on a CPU; a C++ kernel for a few rows, with AMX or in float32 for any number
+    FewRowsLinear  16 bits on a CPU; a C++ kernel for a few rows, or for any number with AMX or in float32
     TileLinear     2 to 8 bits on a CPU; a C++ kernel for any number of rows
     Int4Linear     4 bits on a recent CUDA device; PyTorch's kernel
     GroupedLinear  4 or 8 bits on any other device; PyTorch, which dequantizes the weight in each pass
@@ -70,10 +70,10 @@ def _records(*tensors: Tensor) -> bool:
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer in 2 to 8 bits. A subclass has the weight, and the product, which has the dtype of x."""
+    """A linear layer in 2 to 8 bits. A subclass stores the weight and defines `product`."""
 
     bias: Tensor | None
-    product: Callable[[Tensor], Tensor]  # (.., in) -> (.., out), without the bias
+    product: Callable[[Tensor], Tensor]  # (.., in) -> (.., out) in the dtype of x, without the bias
     dequantized: Callable[[], Tensor]  # (out, in) float32
 
     def __init__(self, shape: Sequence[int], format: GroupFormat, bias: Tensor | None):
@@ -127,7 +127,7 @@ class TileLinear(QuantizedLinear):
 
 
 class GroupedLinear(QuantizedLinear):
-    """A quantized linear layer for a GPU in plain PyTorch, and the reference for the other layers: 4 or 8 bits.
+    """A quantized linear layer in 4 or 8 bits for a GPU, in plain PyTorch. It is the reference for the other layers.
 
     Each pass dequantizes the weight. Compiled code (engine/compiled.py) does so inside the product of one row, so that
     it reads only the packed weight; otherwise at most 2^26 dequantized entries are in memory at a time.
@@ -141,7 +141,7 @@ class GroupedLinear(QuantizedLinear):
         groups = groups.simple
         super().__init__(groups.quants.shape, groups.format, bias)
         self.group = groups.group or self.in_features + self.in_features % 2
-        quants = F.pad(groups.quants, (0, -self.in_features % self.group))  # complete groups
+        quants = F.pad(groups.quants, (0, -self.in_features % self.group))  # pad to complete groups
         self.register_buffer("quants", two_per_byte(quants) if self.bits == 4 else quants)  # (N, ..)
         self.register_buffer("scale", _narrow(groups.scale))  # (N, groups)
         self.register_buffer("offset", None if groups.offset is None else _narrow(groups.offset))
@@ -168,7 +168,7 @@ class GroupedLinear(QuantizedLinear):
 
     def product(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling() and x.numel() == self.in_features:
-            y = (self.dequantized() * x.float().flatten()).sum(-1)  # fused into one
+            y = (self.dequantized() * x.float().flatten()).sum(-1)  # fused into one kernel
             return y.to(x.dtype).reshape(*x.shape[:-1], -1)
         step = max(1, DEQUANTIZED_ENTRIES // self.in_features)
         parts = [slice(first, first + step) for first in range(0, self.out_features, step)]
@@ -227,7 +227,7 @@ class QuantizedEmbedding(nn.Module):
     def __init__(self, output: TileLinear | GroupedLinear, dtype: torch.dtype):
         super().__init__()
         self._output, self.dtype = (output,), dtype  # in a tuple, so that it is not a submodule of the embedding too
-        self.register_buffer("tiles", getattr(output, "tiles", None))  # part of the model, also if they are not tied
+        self.register_buffer("tiles", getattr(output, "tiles", None))  # part of the model even if weights are not tied
 
     @property
     def output(self) -> TileLinear | GroupedLinear:
@@ -293,7 +293,7 @@ def make_embedding(output: nn.Module, dtype: torch.dtype) -> nn.Module:
     if isinstance(output, TileLinear | GroupedLinear):
         return QuantizedEmbedding(output, dtype)
     weight: Any = output.weight
-    if isinstance(output, Int4Linear):  # its kernel reads no single rows
+    if isinstance(output, Int4Linear):  # the kernel of this layer can't read single rows
         return nn.Embedding.from_pretrained(weight.to(dtype))
     kind = HalfEmbedding if dtype == torch.float32 and weight.dtype in HALVES else nn.Embedding
     embedding = kind.from_pretrained(weight)
@@ -330,7 +330,7 @@ def kept_format(format: GroupFormat, device: torch.device) -> GroupFormat | None
 def kept_dtype(stored: torch.dtype, dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype of a float matrix on a device, in a model that computes in `dtype`.
 
-    A CPU that would have to widen a file's 16 bits to float32 does so in each product: the numbers are the same.
+    A CPU without bfloat16 keeps a file's 16 bits and widens them in each product; the numbers are the same.
     """
     widens = dtype == torch.float32 and device.type == "cpu" and kernels.widen()
     return stored if widens and stored in HALVES else dtype
@@ -340,8 +340,8 @@ def check_quantized(scheme: str, device: torch.device) -> None:
     """Raise UsageError if a device has no layers for quantized weights."""
     if device.type == "cpu" and not kernels.ready():
         raise UsageError(
-            f"quantize={scheme!r} (--quantize) requires the C++ kernels on this CPU, and they are not available:"
-            " `clearllama doctor` shows the reason; or leave quantize out"
+            f"quantize={scheme!r} (--quantize) requires the C++ kernels on this CPU, and they are not available;"
+            " run `clearllama doctor` for the reason, or leave quantize out"
         )
 
 

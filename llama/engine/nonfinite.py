@@ -24,21 +24,21 @@ FLOAT32 = "try dtype='float32' (--dtype float32)"
 
 
 class Begins(Exception):
-    """Raised where NaN or infinity begins: the layer's name, the layer, and whether in its output or only its input."""
+    """Raised where NaN or infinity begins. args: the layer's name, the layer, True: in its output, False: its input."""
 
 
 @torch.inference_mode()
 def locate(model: Transformer, tokens: Sequence[int]) -> str:
     """Half a sentence: where the numbers stop being finite on these tokens, the cause, and the remedy.
 
-    It raises no Exception, since it is part of another error's message: a failure becomes text as well.
+    The text is part of another error's message, so a failure here becomes text as well, not an Exception.
     """
     dtype = dtype_name(model.norm.weight.dtype)
     if model.world is not None:  # in a second pass, the processes could stop at different layers
         return f"the weights hold NaN or infinity, or the numbers overflow in {dtype}: {FLOAT32}"
     try:
         found = begins(model, tokens)
-    except Exception as error:  # of a hook, too
+    except Exception as error:  # a hook may raise any
         reason = " ".join(str(error).split())[:120] or type(error).__name__
         return f"the layer where non-finite numbers begin could not be found ({reason}); {FLOAT32}"
     if found is None:
@@ -91,7 +91,7 @@ def _pass(model: Transformer, tokens: Sequence[int]) -> None:
     """Prefill and one decoding step, module by module: the last token is fed alone."""
     model = copy.copy(model)  # the same modules
     if not isinstance(model.runner, PlacedRunner):
-        model.runner = Runner()  # others call no hooks
+        model.runner = Runner()  # other runners call no hooks
     cache = model.new_cache(len(tokens))
     prefill(model, tokens[:-1], cache) if len(tokens) > 1 else None
     model(torch.tensor([tokens[-1:]], device=cache.device), cache=cache)

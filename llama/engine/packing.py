@@ -32,7 +32,7 @@ def to_floats(weight: Weight, device: torch.device, dtype: torch.dtype) -> Tenso
 
 
 def to_groups(weight: Weight, format: GroupFormat, device: torch.device) -> GroupedWeight:
-    """A weight in groups on a device: those of the file if they have this format, otherwise quantized there."""
+    """A weight in groups on a device: the file's if they have this format, otherwise quantized on the device."""
     read = _reader(weight, format, device)
     found = joined([read(rows) for rows in weight.pieces(ON_CPU if device.type == "cpu" else ON_GPU)])
     weight.release()
@@ -40,7 +40,7 @@ def to_groups(weight: Weight, format: GroupFormat, device: torch.device) -> Grou
 
 
 def to_tiles(weight: Weight, format: GroupFormat) -> Tensor:
-    """A weight packed for the C++ kernels: the file's tiles, its groups if they have this format, or quantized.
+    """A weight packed for the C++ kernels, from the file's tiles or groups of this format, otherwise quantized.
 
     Floats that the kernel can read in place are quantized in one piece: between pieces, threads would wait.
     """
@@ -62,7 +62,7 @@ def to_tiles(weight: Weight, format: GroupFormat) -> Tensor:
 
 
 def _quantized_tiles(weight: Weight, format: GroupFormat) -> Tensor:
-    """A weight quantized by the C++ kernel."""
+    """The tiles of a weight that the C++ kernel quantizes."""
     floats = None if weight.format else weight.floats()
 
     def quantized(rows: slice) -> Tensor:

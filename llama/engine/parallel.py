@@ -51,7 +51,7 @@ class World:
 
     def __init__(self, rank: int, size: int, device: torch.device):
         self.rank, self.size, self.device = rank, size, device
-        self.on_this_host = int(os.environ.get("LOCAL_WORLD_SIZE", size))  # ranks that share its memory
+        self.on_this_host = int(os.environ.get("LOCAL_WORLD_SIZE", size))  # number of ranks that share memory
         self.group = dist.new_group(timeout=WORK)
 
     def first(self, function: Callable[[], T]) -> T:
@@ -69,7 +69,7 @@ class World:
 
     def agree(self, choice: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Rank 0's choice: tensors (n,) of ids and float32 numbers."""
-        numbers = torch.stack([values.double() for values in choice])  # exact for both
+        numbers = torch.stack([values.double() for values in choice])  # exact for ids and float32
         dist.broadcast(numbers, 0, self.group)
         return tuple(row.to(values.dtype) for row, values in zip(numbers, choice, strict=True))
 
@@ -82,7 +82,7 @@ class World:
                 raise UsageError(f"rank {rank} and rank 0 have different {what}; start all ranks with the same {what}")
 
     def slice(self, checkpoint: Checkpoint) -> Checkpoint:
-        """This rank's part of a checkpoint, after a check that all ranks have the same one."""
+        """This rank's part of a checkpoint, after a check that all ranks have the same checkpoint."""
         self.config = checkpoint.config
         facts = checkpoint.config, dict(checkpoint.sampling), sample_hash(checkpoint), checkpoint.adapters_hash
         self.check_same("model files", str(facts))
@@ -107,7 +107,7 @@ class World:
 
 
 def join(store: Any, rank: int, size: int, device: str | None = None) -> World:
-    """Connect to the other ranks through torchrun's store. On GPUs, a rank uses that of its LOCAL_RANK."""
+    """Connect to the other ranks through torchrun's store. On GPUs, a rank uses the one numbered LOCAL_RANK."""
     chosen = pick_device(device)
     if chosen.type == "cuda":
         chosen = pick_device(f"cuda:{os.environ.get('LOCAL_RANK', rank)}")
@@ -158,7 +158,7 @@ def divides(ranks: int, config: ModelConfig) -> bool:
 
 
 def output_rows(config: ModelConfig, rank: int, ranks: int) -> range:
-    """The rows of the output layer that a rank has, in complete tiles if there are enough."""
+    """The rows of the output layer that a rank has, in complete tiles if there are enough tiles."""
     unit = TILE if config.vocab_size >= TILE * ranks else 1
     first, last = (-(-config.vocab_size // unit) * number // ranks * unit for number in (rank, rank + 1))
     return range(first, min(last, config.vocab_size))
@@ -184,7 +184,7 @@ class ShardedCheckpoint(Checkpoint):
         self.shapes = {name: self.weight(name).shape for name in whole.shapes}
 
     def cut(self, name: str) -> tuple[slice, slice]:
-        """The rows and columns of a weight that this rank has; of a bias, the rows are its entries."""
+        """The rows and columns of a weight that this rank has. The rows of a bias are its entries."""
         layer = name.split(".")[-2]
         whole, own = self.whole.config, self.config
         if layer in ("wk", "wv"):  # ranks with the same head read the same rows
@@ -213,7 +213,7 @@ class ShardedCheckpoint(Checkpoint):
 def sample_hash(checkpoint: Checkpoint) -> str:
     """A hash of all vectors and of the first row of each matrix, outside the layers and in three of them.
 
-    Training, or merging an adapter, changes these.
+    Training, or merging an adapter, changes the hash.
     """
     last = checkpoint.config.n_layers - 1
     layers = tuple(f"layers.{i}." for i in (0, last // 2, last))

@@ -52,7 +52,7 @@ def pick_placement(config: ModelConfig, devices: Devices = None, gpu_layers: int
     """Choose the devices of a model's parts.
 
     devices     one device, or several separated by commas: each gets consecutive layers, about equally many bytes
-    gpu_layers  number of layers on the GPU, the last ones, since the output layer and sampling follow them: the hidden
+    gpu_layers  number of layers, from the end, on the GPU. The output layer and sampling follow them, so the hidden
                 state is copied to the GPU once and never back. The embedding stays with the first layers
     """
     named = devices.split(",") if isinstance(devices, str) else devices
@@ -72,7 +72,7 @@ def pick_placement(config: ModelConfig, devices: Devices = None, gpu_layers: int
 
 
 def spread(config: ModelConfig, devices: Sequence[torch.device]) -> Placement:
-    """Divide the layers among devices, in order and by bytes; the embedding and the output layer count too."""
+    """Divide the layers among devices, in order, with similar numbers of bytes, embedding and output layer included."""
     if len({(device.type, device.index or 0) for device in devices}) < len(devices):
         raise UsageError(f"a device is named twice in {','.join(map(str, devices))}; name each once")
     if len(devices) > config.n_layers:

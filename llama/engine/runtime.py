@@ -26,7 +26,7 @@ DTYPES = {
 
 
 def pick_device(name: str | torch.device | None = None) -> torch.device:
-    """The device with a name; None or "auto": the best one. Raises UsageError, which lists the available devices."""
+    """The device with this name; None or "auto": the best one. Raises UsageError, which lists the available devices."""
     here = ["cpu"]
     if torch.cuda.is_available():
         here = [f"cuda:{i}" for i in range(torch.cuda.device_count())] + here
@@ -48,7 +48,7 @@ def pick_device(name: str | torch.device | None = None) -> torch.device:
 
 
 def pick_dtype(name: str | torch.dtype | None, device: torch.device) -> torch.dtype:
-    """The dtype with a name; None or "auto": the fastest on the device, bfloat16 if the device has instructions for it.
+    """The dtype with this name; None or "auto": the fastest on the device, bfloat16 if it has instructions for that.
 
     A decoding step spends most of its time on reading weights, so half the bytes take half the time. On a CPU without
     bfloat16, weights in 16 bits keep their bytes, and float32 computes with them (`linears.kept_dtype`).
@@ -88,7 +88,7 @@ def end_openmp_threads() -> None:
     """End the threads that GNU's OpenMP has started for the calling thread; the next operation starts them again.
 
     Before a fork: a child has only the thread that forked, and its OpenMP would wait for the other threads, also in
-    PyTorch's operators. Before the kernels run: OpenMP's threads spin for milliseconds on the cores that they need.
+    PyTorch's operators. Before the kernels run: OpenMP's threads spin for milliseconds on cores that the kernels need.
     """
     for library in _openmp():
         library.omp_pause_resource_all(2)  # omp_pause_hard

@@ -1,7 +1,7 @@
 """Whether a model is still what a runner was made for.
 
 The kernels and a compiled step call no modules, so they would not notice a forward hook or a layer that was replaced.
-Their runners ask before each pass, and otherwise run module by module.
+So their runners check the model before each pass, and run it module by module if it has hooks or was changed.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ LOG = logging.getLogger(__name__)
 
 
 class ModelWatch:
-    """Compares the layers of a model with those when the watch was created.
+    """Compares the layers of a model with those it had when the watch was created.
 
-    It is asked for every token, so it only runs C loops over prepared lists: 20 microseconds for 30 blocks.
+    `unchanged` is called for every token, so it only runs C loops over prepared lists: 20 microseconds for 30 blocks.
 
-    instead  what does not run while there are hooks, for the one line that is then logged
+    instead  the code that does not run while there are hooks, as named in the message that is logged once
     """
 
     def __init__(self, layers: nn.Module, instead: str = "the fused C++ kernels"):

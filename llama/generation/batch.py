@@ -349,7 +349,7 @@ class Batch:
 
     @torch.inference_mode()
     def _score(self, prompt: list[int], fed: int, hidden: Tensor, top: int) -> list[Token]:
-        """The tokens that the last chunk of prompt[:fed] predicts; first, for the first chunk, token 0. hidden: (1, T, C)."""
+        """The tokens that the last chunk of prompt[:fed] predicts; in the first one, also token 0. hidden (1, T, C)."""
         logits = self.model.output(hidden)[0].float()[:, : self.n_vocab]  # (T, V)
         start = fed - len(logits)
         scored = [Token(prompt[0], None, False)] if start == 0 else []

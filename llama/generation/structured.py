@@ -220,7 +220,7 @@ class Vocabulary:
         return LLMatcher(self.library, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
 
     def mask(self, matcher: LLMatcher) -> Tensor:
-        """Mask (n_vocab + len(spaced),) bool of the tokens that a matcher allows next. Raises UsageError if it fails."""
+        """Mask (n_vocab + len(spaced),) bool: the tokens that a matcher allows next. Raises UsageError if it fails."""
         found = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         if matcher.is_error():  # the mask would allow the stop ids
             raise UsageError(f"no token can continue the answer: {_reason(matcher.get_error())}; simplify the grammar")

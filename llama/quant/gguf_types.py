@@ -18,15 +18,15 @@ from ..config import ModelConfig
 from ..errors import CheckpointError
 from .schemes import best, check_scales
 
-QUANTIZED_ENTRIES = 2**18  # quantized at once; they and their copies fit into the cache
-SMALLEST = 1e-15  # largest absolute weight of a group that is not 0
+QUANTIZED_ENTRIES = 2**18  # number quantized at once; they and their copies fit into the CPU's cache
+SMALLEST = 1e-15  # a group whose largest absolute weight is below this becomes 0
 STEPS = (-1.0, -0.75, -0.5, -0.25, 0.0, 0.25, 0.5, 0.75, 1.0)  # offsets to try on a Q4_K group's number of steps
 ENDS = (32.0, 31.5, 32.5, 31.0, 33.0)  # quants to try for the largest weight of a Q6_K group, with the sign reversed
 
 
 # ------------------------------------------------------------------------------------------------------------- types
 def q4_k(w: Tensor) -> Tensor:
-    """Blocks of 256 in 8 groups: weight = d sc q - dmin mn, with 6 bits for sc and mn and 4 for q."""
+    """Blocks of 256 in 8 groups: weight = d sc q - dmin mn. d, dmin: per block; sc, mn: per group, 6 bits; q: 4."""
     groups = w.unflatten(1, (-1, 8, 32))  # (R, blocks, groups, 32)
     low = groups.amin(-1, keepdim=True).clamp(max=0)  # the minimum can't be above 0
     width = groups.amax(-1, keepdim=True).clamp(min=0) - low
@@ -62,7 +62,7 @@ def q4_k(w: Tensor) -> Tensor:
 
 
 def q6_k(w: Tensor) -> Tensor:
-    """Blocks of 256 in 16 groups: weight = d sc (q - 32), with 8 bits for sc and 6 for q."""
+    """Blocks of 256 in 16 groups: weight = d sc (q - 32). d: per block; sc: 8 bits, per group; q: 6 bits."""
     groups = w.unflatten(1, (-1, 16, 16))  # (R, blocks, groups, 16)
     largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
 
@@ -146,12 +146,12 @@ MIXES = {
     "q4_0": Mix(2, "Q4_0", "Q6_K", "4 bits in groups of 32, output in 6 bits"),
     "q4_k": Mix(15, "Q4_K", "Q6_K", "4 bits with two levels of scales, output and some layers in 6 bits (Q4_K_M)"),
 }
-# If rows are no multiple of 256
+# The type to use instead if rows are no multiple of 256
 SMALLER = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
 
 
 def types_of(shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, kind: str) -> dict[str, str]:
-    """The type of each matrix, as llama.cpp chooses it, but for the value projections of Llama 70B.
+    """The type of each matrix, as llama.cpp chooses it, except for the value projections of Llama 70B.
 
     Raises CheckpointError if rows can't be divided into blocks.
     """

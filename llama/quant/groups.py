@@ -3,7 +3,7 @@
     weight = scale * quant + offset
 
 Every type in READERS has this form, so the kernels can use a file's weights without quantizing them again.
-In some types the integer is an index into 16 values (a codebook), and takes their place in the formula.
+In some types the integer is an index into 16 values (a codebook), and the formula uses the value.
 Layouts: ggml-quants.c of https://github.com/ggml-org/ggml. R rows (out features), N columns.
 """
 
@@ -26,9 +26,9 @@ IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 8
 
 
 class GroupFormat(NamedTuple):
-    """How a weight is packed: bits per weight, columns of a group (0: the complete row), and what a group has.
+    """How a weight is packed: bits per weight, columns of a group (0: the complete row), and:
 
-    offset    an offset
+    offset    each group has an offset
     codebook  quants are indices into 16 values
     levels    scales and offsets are small integers times factors of 256 columns, as in K-quants
     """
@@ -71,7 +71,7 @@ class GroupedWeight(NamedTuple):
     scale    (R, groups) float32; the last group may be shorter than the others
     offset   (R, groups) float32; None means -scale * 2^(bits - 1), so that the middle integer means 0
     values   16 integers from -127 to 127; then quants are indices into them, and there is no offset
-    factors  (R, ceil(N / 256), 1 or 2) float32; scale and offset are these times 8-bit integers
+    factors  (R, ceil(N / 256), 1 or 2) float32; scale and offset are 8-bit integers times these
     """
 
     quants: Tensor
@@ -113,7 +113,7 @@ class GroupedWeight(NamedTuple):
         return GroupedWeight(quants, self.scale, self.offset, bits, self.group)
 
     def as_format(self, format: GroupFormat) -> GroupedWeight | None:
-        """The same weight in a format; None unless that is its own, or that of `simple`."""
+        """The same weight in a format; None unless the format is the weight's own or that of `simple`."""
         return next((groups for groups in (self, self.simple) if groups.format == format), None)
 
     def to(self, device: torch.device) -> GroupedWeight:
@@ -124,11 +124,11 @@ class GroupedWeight(NamedTuple):
         return self._map(lambda tensor: tensor[index])
 
     def scaled(self, factors: Tensor) -> GroupedWeight:
-        """The weight with each row times one of the factors (R,); the integers stay."""
+        """The weight with each row multiplied by its factor (R,); the integers do not change."""
         return self._map(lambda x: x if x is self.quants else x * factors.view(-1, *[1] * (x.dim() - 1)))
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> GroupedWeight:
-        """Change every tensor; each has the rows of the weight."""
+        """Change every tensor. Axis 0 of each is the rows of the weight."""
         changed: dict[str, Any] = {name: change(x) for name, x in self._asdict().items() if isinstance(x, Tensor)}
         return self._replace(**changed)
 
@@ -156,7 +156,7 @@ def _looked_up(quants: Tensor, values: Sequence[int]) -> Tensor:
 
 
 def joined(parts: Sequence[GroupedWeight]) -> GroupedWeight:
-    """The rows of several weights of one format, below each other."""
+    """The rows of several weights of one format, one below the other."""
     names = [name for name, value in parts[0]._asdict().items() if isinstance(value, Tensor)]
     below: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
     return parts[0]._replace(**below)
@@ -179,7 +179,7 @@ def _fields(packed: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
 
 
 def _floats(raw: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """(.., 2) bytes, a float16 -> (.., 1) float32."""
+    """(.., 2) bytes of a float16 -> (.., 1) float32."""
     return raw.view(np.float16).astype(np.float32)
 
 
@@ -208,7 +208,7 @@ def _blocks(
 def _legacy(
     raw: NDArray[np.uint8], bits: int, has_minimum: bool = False, values: tuple[int, ...] | None = None
 ) -> GroupedWeight:
-    """Blocks of 32: scale d, minimum m in Q4_1 and Q5_1, the highest bits in 4 bytes in Q5_0 and Q5_1, 16 bytes.
+    """Blocks of 32: scale d; minimum m (Q4_1, Q5_1); 4 bytes of highest bits (Q5_0, Q5_1); 16 bytes of low bits.
 
     weight = d q + m, d (q - 8) in Q4_0, d (q - 16) in Q5_0, d values[q] in IQ4_NL
     """
@@ -220,9 +220,9 @@ def _legacy(
 
 
 def _k(raw: NDArray[np.uint8], bits: int) -> GroupedWeight:
-    """Q4_K and Q5_K, blocks of 256 in 8 groups: d, dmin, eight pairs of 6-bit (sc, mn) in 12 bytes, 128 bytes.
+    """Q4_K and Q5_K, blocks of 256 in 8 groups: d, dmin, eight pairs of 6-bit (sc, mn) in 12 bytes, low bits in 128.
 
-    weight = d sc q - dmin mn. Q5_K has 32 bytes of highest bits before the 128: bit g of byte i is of group g.
+    weight = d sc q - dmin mn. In Q5_K, 32 bytes of highest bits precede the 128: bit g of byte i belongs to group g.
     """
     *scales, a, b, c, high, low = _split(raw, 2, 2, 4, 4, 4, 32 * (bits - 4), 128)
     packed = low.reshape(*low.shape[:2], 4, 32)  # 32 bytes hold two groups: low halves, high halves
@@ -236,7 +236,7 @@ def _k(raw: NDArray[np.uint8], bits: int) -> GroupedWeight:
 
 
 def q2_k(raw: NDArray[np.uint8]) -> GroupedWeight:
-    """Blocks of 256: 16 pairs of 4-bit (sc, mn), 64 bytes, d, dmin; weight = d sc q - dmin mn."""
+    """Blocks of 256: 16 pairs of 4-bit (sc, mn), quants in 64 bytes, d, dmin; weight = d sc q - dmin mn."""
     pairs, low, *scales = _split(raw, 16, 64, 2, 2)
     d, dmin = map(_floats, scales)  # (R, N / 256, 1)
     return _blocks(_quarters(low), d * (pairs & 15), -dmin * (pairs >> 4), 2, 16, factors=(d, -dmin))
@@ -267,7 +267,7 @@ def q8_0(raw: NDArray[np.uint8]) -> GroupedWeight:
 
 
 def iq4_xs(raw: NDArray[np.uint8]) -> GroupedWeight:
-    """Blocks of 256: d, eight 6-bit scales sc in 2 + 4 bytes, 128 bytes; weight = d (sc - 32) values[q]."""
+    """Blocks of 256: d, eight 6-bit scales sc in 2 + 4 bytes, quants in 128; weight = d (sc - 32) values[q]."""
     d, sc_high, sc_low, packed = _split(raw, 2, 2, 4, 128)
     low = np.stack((sc_low & 15, sc_low >> 4), axis=-1).reshape(*packed.shape[:2], 8)
     high = _fields(sc_high, 2).swapaxes(-1, -2).reshape(low.shape)

@@ -20,8 +20,8 @@ from .. import checks
 from ..errors import CheckpointError
 from .groups import GroupedWeight, GroupFormat
 
-# Factors to narrow a group's range by. A narrower range has finer steps for the many small weights and clips the few
-# large ones. In 8 bits the full range is best.
+# Factors that narrow the range of a group. A narrower range has finer steps for the many small weights and clips the
+# few large ones. In 8 bits the full range is best.
 CLIPS = {4: (1.0, 0.95, 0.9, 0.85, 0.8, 0.75), 8: (1.0,)}
 
 
@@ -29,7 +29,7 @@ CLIPS = {4: (1.0, 0.95, 0.9, 0.85, 0.8, 0.75), 8: (1.0,)}
 class Scheme:
     """How weights are quantized.
 
-    output  the scheme of the output layer and a tied embedding, if another: a token's logit depends on one row of it,
+    output  the scheme of the output layer and a tied embedding, if it differs: a logit depends on one row of the layer,
             and no later layer averages the error
     """
 
@@ -56,7 +56,7 @@ def pick_scheme(name: str) -> Scheme:
 
 
 def scheme_for(name: str, scheme: Scheme) -> Scheme:
-    """The scheme of a quantized layer or weight of the model; an embedding is tied."""
+    """The scheme of a quantized layer or weight of the model; a quantized embedding is always tied."""
     return scheme.output if name.startswith(("output", "tok_embeddings")) and scheme.output else scheme
 
 

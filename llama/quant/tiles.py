@@ -18,7 +18,7 @@ from torch import Tensor
 from .groups import BLOCK, GroupedWeight, GroupFormat
 
 TILE = 16  # rows of a tile, as in cpp/groups.h
-PER_ROW = 64  # inputs per group in a tile if a row has one scale
+PER_ROW = 64  # a tile is divided into groups of 64 inputs if a row has one scale
 
 
 class TileLayout(NamedTuple):
@@ -28,8 +28,8 @@ class TileLayout(NamedTuple):
     groups    groups per block
     units     units per block
     planes    parts of a unit, each as bits per weight, lowest bit, first byte, number of bytes
-    integers  bytes of two levels of scales
-    numbers   bytes of scales and offsets, or factors
+    integers  bytes of the integer scales, if there are two levels of scales
+    numbers   bytes of scales and offsets, or of factors
     """
 
     width: int
@@ -125,7 +125,7 @@ def _sparse(words: Tensor, bits: int) -> Tensor:
 
 
 def _integers(scale: Tensor, factor: Tensor, tiles: int, count: int, each: int) -> Tensor:
-    """The integers of which scales are multiples: (N, groups), (N, blocks) -> (tiles, blocks, each, 16)."""
+    """The integers in scale = integer * factor: (N, groups), (N, blocks) -> (tiles, blocks, each, 16)."""
     missing = tiles * TILE - len(scale)
     padded = _pad(scale, missing, count * each - scale.shape[1]).view(tiles, TILE, count, each)
     factor = _pad(factor, missing).view(tiles, TILE, count, 1)
