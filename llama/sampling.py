@@ -379,9 +379,8 @@ def draw(
 ) -> Tensor:
     """Draw an id from each row of logits (.., V), after the filters `late`: top_p, min_p, both or none. -> (..) int64.
 
-    Nothing is sorted. The first id is drawn from all. If a filter excludes an id, it also excludes every id that comes
-    after it (`come_before`), so the next draw is among the ids before it. The first id that passes follows
-    the filtered distribution.
+    Nothing is sorted. The first id is drawn from all. If a filter excludes an id, it excludes all that come after it
+    (`come_before`), so the next draw is among those before. The first id that passes has the filtered distribution.
     """
     import torch
 
