@@ -27,7 +27,7 @@ def causal_mask(positions: Tensor, key_positions: Tensor) -> Tensor:
 
 
 def dequantized(q: Tensor, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """q (B, H, T, D), and k and v (B, KV, S, D) dequantized. If k is quantized, rotate q as the cache rotates k."""
+    """Return q (B, H, T, D), and k and v (B, KV, S, D) as floats. If k is quantized, rotate q like its keys."""
     if isinstance(k, QuantizedKV):
         return hadamard(q.float()).type_as(q), k.dequantize(q.dtype), v.dequantize(q.dtype)
     return q, k, v

@@ -41,7 +41,7 @@ KeysOrValues = Tensor | QuantizedKV
 class LayerCache:
     """The keys and values of one layer, (B, KV, slots, D) each. Slot s holds position s.
 
-    buffers     k and v; axis 2 of each is the slots
+    buffers     k and v; the slots are axis 2 of each
     visible     number of slots that `update` returns; None: all of them
     key_offset  see `QuantizedLayerCache`
     """
@@ -88,7 +88,7 @@ class LayerCache:
         return [buffer if self.visible is None else buffer[:, :, : self.visible] for buffer in self.buffers]
 
     def floats(self) -> tuple[Tensor, Tensor]:
-        """All keys and all values, (B, KV, slots, D) each."""
+        """All keys and all values as floating-point tensors, (B, KV, slots, D) each."""
         return self.buffers[0], self.buffers[1]
 
     def resize(self, slots: int) -> None:
@@ -166,7 +166,7 @@ MemoryCheck = Callable[[int, int, torch.device], None]
 
 
 class KVCache:
-    """One LayerCache per layer, and how far they are filled.
+    """A LayerCache for each layer, and the number of tokens in them.
 
     The generation code creates the cache and passes it in. For 2 cached tokens and 3 new ones:
 
@@ -229,12 +229,12 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """Tokens whose keys are in every layer before the current forward pass."""
+        """Number of tokens whose keys were in every layer before the current forward pass."""
         return max(self._cached)
 
     @property
     def end(self) -> int:
-        """`length` once the current forward pass is done."""
+        """The value of `length` after the current forward pass."""
         return max(self._placed)
 
     @property
@@ -248,13 +248,13 @@ class KVCache:
         return self.layers[-1].buffers[-1].shape[2]  # it is resized last: right even if memory ran out midway
 
     def check_sizes(self, *sizes: object) -> None:
-        """Raise UsageError unless the cache was made for these layers, key/value heads, head_dim and dtype."""
+        """Raise UsageError unless the cache has these numbers of layers and key/value heads, head_dim and dtype."""
         if sizes != self.sizes:
             found, needed = (" x ".join(map(str, numbers)) for numbers in (self.sizes, sizes))
             raise UsageError(f"the cache is for a model with {found}, this one needs {needed}; use model.new_cache()")
 
     def place(self, tokens: int, positions: Tensor | None = None, batch: int | None = None) -> Tensor:
-        """Make room for T new tokens and return their positions. Raises UsageError if `batch` is not the cache's.
+        """Make room for T new tokens and return their positions. Raises UsageError if the cache has another `batch`.
 
         Tokens follow the cached ones unless `positions` (T,) or (B, T) is given. Given positions may overwrite cached
         tokens but must not leave a gap, since attention would read the empty slots. Raises ContextLengthError if the
@@ -277,7 +277,7 @@ class KVCache:
         return positions
 
     def commit(self) -> None:
-        """Add the placed tokens to `length`: they are in every layer."""
+        """Add the placed tokens to `length`: now they are in every layer."""
         self._cached = self._placed
 
     def trim(self, length: int) -> None:

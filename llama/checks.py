@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def is_integer(value: object) -> TypeGuard[int]:
-    """Whether a value is an int. True and False are not, although Python counts them as 1 and 0."""
+    """Whether a value is an int, and neither True nor False, which Python also counts as ints."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

@@ -59,7 +59,7 @@ class LoadOptions:
     """How a model is loaded.
 
     device        "cpu", "cuda", "cuda:1", ...; None: the best one; "cuda:0,cuda:1" divides the layers evenly
-    dtype         "float32", "bfloat16", "float16"; None: the fastest that the device computes in
+    dtype         "float32", "bfloat16", "float16"; None: the one in which the device computes fastest
     quantize      quantize the linear layers: "int8", "int4" or another scheme of `clearllama quantize --list`
     compile       on CUDA, compile the decoding step (engine/compiled.py); takes some seconds the first time
     rope          form of the rotation: "complex", "real" or "half" (rope.py)
@@ -317,7 +317,7 @@ def with_rope(config: ModelConfig, scaling: Mapping[str, Any] | None = None, the
 
 
 def check_merge(checkpoint: Checkpoint, options: LoadOptions) -> None:
-    """Raise UsageError if adapters change quantized weights, and no option says what the merged weights become.
+    """Raise UsageError if adapters change quantized weights, and no option gives the format of the merged weights.
 
     Quantizing them again in the same way would lose most of an adapter, which changes a weight by less than a step.
     """

@@ -48,7 +48,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = x.float()  # squares in bfloat16 lose too much
+        y = x.float()  # squares in bfloat16 lose too much precision
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)  # (.., C) * (.., 1)
         return y.type_as(x) * self.weight
 

@@ -1,11 +1,11 @@
 """Rotary position embedding (RoFormer, arXiv:2104.09864) in three forms.
 
-A head of D entries is read as D/2 points in the plane. Pair i of a token at position m is rotated by the angle
+The D entries of a head form D/2 pairs, points in the plane. Pair i at position m is rotated by the angle
 m * inv_freq[i]. If q is rotated at position m and k at position n, their product depends on m - n only.
 
     complex  A pair is one complex number; a rotation is one multiplication by  cis(angle) = cos + i sin. Meta's form,
              and the definition here: the other forms are tested against it.
-    real     The same arithmetic on the two real parts; torch.compile has no complex numbers.
+    real     The same arithmetic on real and imaginary parts; torch.compile has no complex numbers.
     half     Hugging Face's rotate_half: pair i is (x[i], x[i + D/2]) instead of (x[2i], x[2i + 1]). It needs the rows
              of wq and wk in another order (`to_half_layout`) and then gives the same scores.
 

@@ -25,7 +25,7 @@ from .errors import ConfigError
 
 @dataclass(frozen=True)
 class Base:
-    """The input of a scaling: the entries of a head that rotate, the length of the text, and the trained length."""
+    """The input of a scaling: number of rotated entries, base, length of the text, and the model's context."""
 
     dim: int
     theta: float
@@ -156,7 +156,7 @@ def llama3(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
 
 @register("factor")
 def proportional(base: Base, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """Only the first partial_rotary_factor of the pairs rotate; the others carry no position."""
+    """Only a share of the pairs, partial_rotary_factor, rotates: the first ones. The others carry no position."""
     part = _number(scaling, "partial_rotary_factor", default=1)
     inv_freq = base.inv_freq() / _number(scaling, "factor", default=1)
     inv_freq[int(part * base.dim // 2) :] = 0
@@ -201,7 +201,7 @@ def reach(config: ModelConfig) -> int:
 
 
 def stretched(max_seq_len: int, scaling: Mapping[str, Any] | None) -> int:
-    """`reach` of a model without a sliding window."""
+    """The result of `reach` for a model without a sliding window."""
     if scaling is None or kind_of(scaling) not in STRETCHING or scaling.get("factor") is None:
         return max_seq_len
     own = kind_of(scaling) in ("yarn", "llama3")

@@ -78,7 +78,7 @@ def process(logits: Tensor, ids: Tensor, processors: Sequence[Processor]) -> Ten
 
 
 def top_k(logits: Tensor, k: int) -> Tensor:
-    """Mask all but the k largest logits; ties with the k-th stay."""
+    """Mask all but the k largest logits; logits equal to the k-th stay."""
     k = min(k, logits.shape[-1])
     kth = logits.topk(k).values[..., -1:]  # (.., 1)
     return logits.where(logits >= kth, -math.inf)
@@ -273,7 +273,7 @@ class Constraint(Protocol):
 
 # ------------------------------------------------------------------------------------- probabilities and the draw
 def extreme(logits: Tensor) -> Tensor:
-    """The largest of the logits (.., V) -> (..), or the smallest if that is NaN or below -LARGEST_LOGIT.
+    """The largest logit, or the smallest one if the smallest is NaN or below -LARGEST_LOGIT: (.., V) -> (..).
 
     This one number shows whether all logits are finite, since a minimum or maximum that includes NaN is NaN.
     """

@@ -41,7 +41,7 @@ __all__ = ["Completion", "Llama", "Piece", "Session", "Stats", "StopText"]
 
 BATCH_SIZE = 16  # answers in progress at once
 
-ALONE = ("draft", "draft_tokens", "session")  # options of single answers
+ALONE = ("draft", "draft_tokens", "session")  # options for a single prompt only
 LONGEST_TOKEN = 128  # characters; text longer than this times the context is rejected before it is encoded
 
 Dicts = Sequence[Mapping[str, Any]]  # messages of a chat

@@ -73,7 +73,7 @@ class QuantizedLinear(nn.Module):
     """A linear layer in 2 to 8 bits. The result has the dtype of x. Subclasses have the weight and the product."""
 
     bias: Tensor | None
-    product: Callable[[Tensor], Tensor]  # (.., in) -> (.., out), without the bias
+    product: Callable[[Tensor], Tensor]  # (.., in) -> (.., out) in the dtype of x, without the bias
     dequantized: Callable[[], Tensor]  # (out, in) float32
 
     def __init__(self, shape: Sequence[int], format: GroupFormat, bias: Tensor | None):
@@ -141,7 +141,7 @@ class GroupedLinear(QuantizedLinear):
         groups = groups.simple
         super().__init__(groups.quants.shape, groups.format, bias)
         self.group = groups.group or self.in_features + self.in_features % 2
-        quants = F.pad(groups.quants, (0, -self.in_features % self.group))  # complete groups
+        quants = F.pad(groups.quants, (0, -self.in_features % self.group))  # pad to complete groups
         self.register_buffer("quants", two_per_byte(quants) if self.bits == 4 else quants)  # (N, ..)
         self.register_buffer("scale", _narrow(groups.scale))  # (N, groups)
         self.register_buffer("offset", None if groups.offset is None else _narrow(groups.offset))
@@ -340,8 +340,8 @@ def check_quantized(scheme: str, device: torch.device) -> None:
     """Raise UsageError if a device has no layers for quantized weights."""
     if device.type == "cpu" and not kernels.ready():
         raise UsageError(
-            f"quantize={scheme!r} (--quantize) requires the C++ kernels on this CPU, and they are not available:"
-            " `clearllama doctor` shows the reason; or leave quantize out"
+            f"quantize={scheme!r} (--quantize) requires the C++ kernels on this CPU, and they are not available;"
+            " run `clearllama doctor` for the reason, or leave quantize out"
         )
 
 

@@ -62,7 +62,7 @@ def to_tiles(weight: Weight, format: GroupFormat) -> Tensor:
 
 
 def _quantized_tiles(weight: Weight, format: GroupFormat) -> Tensor:
-    """A weight quantized by the C++ kernel."""
+    """The tiles of a weight that the C++ kernel quantizes."""
     floats = None if weight.format else weight.floats()
 
     def quantized(rows: slice) -> Tensor:

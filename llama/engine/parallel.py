@@ -69,7 +69,7 @@ class World:
 
     def agree(self, choice: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Rank 0's choice: tensors (n,) of ids and float32 numbers."""
-        numbers = torch.stack([values.double() for values in choice])  # exact for both
+        numbers = torch.stack([values.double() for values in choice])  # exact for ids and float32
         dist.broadcast(numbers, 0, self.group)
         return tuple(row.to(values.dtype) for row, values in zip(numbers, choice, strict=True))
 
@@ -158,7 +158,7 @@ def divides(ranks: int, config: ModelConfig) -> bool:
 
 
 def output_rows(config: ModelConfig, rank: int, ranks: int) -> range:
-    """The rows of the output layer that a rank has, in complete tiles if there are enough."""
+    """The rows of the output layer that a rank has, in complete tiles if there are enough tiles."""
     unit = TILE if config.vocab_size >= TILE * ranks else 1
     first, last = (-(-config.vocab_size // unit) * number // ranks * unit for number in (rank, rank + 1))
     return range(first, min(last, config.vocab_size))

@@ -73,7 +73,7 @@ def pick_placement(config: ModelConfig, devices: Devices = None, gpu_layers: int
 
 
 def spread(config: ModelConfig, devices: Sequence[torch.device]) -> Placement:
-    """Divide the layers among devices, in order and by bytes; the embedding and the output layer count too."""
+    """Divide the layers among devices, in order, with similar numbers of bytes, embedding and output layer included."""
     if len({(device.type, device.index or 0) for device in devices}) < len(devices):
         raise UsageError(f"a device is named twice in {','.join(map(str, devices))}; name each once")
     if len(devices) > config.n_layers:

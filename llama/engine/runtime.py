@@ -26,7 +26,7 @@ DTYPES = {
 
 
 def pick_device(name: str | torch.device | None = None) -> torch.device:
-    """The device with a name; None or "auto": the best one. Raises UsageError, which lists the available devices."""
+    """The device with this name; None or "auto": the best one. Raises UsageError, which lists the available devices."""
     here = ["cpu"]
     if torch.cuda.is_available():
         here = [f"cuda:{i}" for i in range(torch.cuda.device_count())] + here
@@ -48,7 +48,7 @@ def pick_device(name: str | torch.device | None = None) -> torch.device:
 
 
 def pick_dtype(name: str | torch.dtype | None, device: torch.device) -> torch.dtype:
-    """The dtype with a name; None or "auto": the fastest on the device, bfloat16 if the device has instructions for it.
+    """The dtype with this name; None or "auto": the fastest on the device, bfloat16 if it has instructions for that.
 
     A decoding step spends most of its time on reading weights, so half the bytes take half the time. On a CPU without
     bfloat16, 16-bit weights stay in 16 bits, and the products are computed in float32 (`linears.kept_dtype`).

@@ -185,7 +185,8 @@ class Job(Request):
 class Answer:
     """An answer in progress: call `feed` with each token until it is `done`, then `end`.
 
-    Time is measured from construction, when the prefill starts, and at each token. prompt: its tokens, if requested.
+    Times are measured at construction, when the prefill starts, and at each token.
+    `prompt` has the prompt's tokens if requested.
     """
 
     prompt: Sequence[Token] | None = None

@@ -153,7 +153,7 @@ class Batch:
     requests  an iterable, or a Source, which may be empty for some time; read one at a time, whenever a slot is free
     slots     maximum number of prompts and answers in progress
     stop_ids, n_vocab  as in `generate.generate`
-    between   called after each chunk of a prompt and each step of the answers; it may run the model with its own cache
+    between   called after each chunk of a prompt and each step of the answers; it may run the model with another cache
 
     An error in one request (a prompt that is too long, logits that are not finite) ends only that request. If the RoPE
     frequencies depend on the length (rope.Rope), rows can't share a pass, and requests run one after the other. Raises
@@ -366,7 +366,7 @@ class Batch:
 
     # ------------------------------------------------------------------------------------------- a step of all slots
     def _step(self) -> Iterator[Event]:
-        """One token for each row."""
+        """Decode one token for each row."""
         yield from self._grow()
         if not self._active():
             return

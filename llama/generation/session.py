@@ -77,7 +77,7 @@ class Session:
                 self.cache, self.tokens, self._owner, self._tokenizer = model.new_cache(), [], None, None
             self._bind(model, tokenizer)
             # Under frequencies that depend on the length, a longer prompt rotates even its first token differently.
-            # A session made of tokens alone has an empty cache: tokens beyond its length are computed again.
+            # A session made of tokens alone has an empty cache: tokens beyond the cache's length are computed again.
             shared = 0 if model.rope.by_length else shared_prefix(self.tokens[: self.cache.length], prompt)
             self.cache.trim(shared)
             self.tokens = self.tokens[:shared]

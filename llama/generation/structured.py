@@ -105,7 +105,7 @@ def _regex(source: Any) -> list[dict[str, Any]]:
 
 
 def _lark(source: Any) -> list[dict[str, Any]]:
-    """The answer matches a grammar in llguidance's Lark syntax, or in GBNF as of llama.cpp."""
+    """The answer matches a grammar in llguidance's Lark syntax, or in llama.cpp's GBNF."""
     text = _text("grammar", source)
     if "::=" in text:
         from llguidance.gbnf_to_lark import gbnf_to_lark

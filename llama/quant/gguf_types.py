@@ -27,7 +27,7 @@ ENDS = (32.0, 31.5, 32.5, 31.0, 33.0)  # quants, negated, to try for the largest
 
 # ------------------------------------------------------------------------------------------------------------- types
 def q4_k(w: Tensor) -> Tensor:
-    """Blocks of 256 in 8 groups: weight = d sc q - dmin mn, with 6 bits for sc and mn and 4 for q."""
+    """Blocks of 256 in 8 groups: weight = d sc q - dmin mn. d, dmin: per block; sc, mn: per group, 6 bits; q: 4."""
     groups = w.unflatten(1, (-1, 8, 32))  # (R, blocks, groups, 32)
     low = groups.amin(-1, keepdim=True).clamp(max=0)  # the format can't store a minimum above 0
     width = groups.amax(-1, keepdim=True).clamp(min=0) - low
@@ -63,7 +63,7 @@ def q4_k(w: Tensor) -> Tensor:
 
 
 def q6_k(w: Tensor) -> Tensor:
-    """Blocks of 256 in 16 groups: weight = d sc (q - 32), with 8 bits for sc and 6 for q."""
+    """Blocks of 256 in 16 groups: weight = d sc (q - 32). d: per block; sc: 8 bits, per group; q: 6 bits."""
     groups = w.unflatten(1, (-1, 16, 16))  # (R, blocks, groups, 16)
     largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
 

@@ -179,7 +179,7 @@ def _fields(packed: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
 
 
 def _floats(raw: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """(.., 2) bytes, a float16 -> (.., 1) float32."""
+    """(.., 2) bytes of a float16 -> (.., 1) float32."""
     return raw.view(np.float16).astype(np.float32)
 
 
@@ -208,7 +208,7 @@ def _blocks(
 def _legacy(
     raw: NDArray[np.uint8], bits: int, has_minimum: bool = False, values: tuple[int, ...] | None = None
 ) -> GroupedWeight:
-    """Blocks of 32: scale d, minimum m in Q4_1 and Q5_1, the highest bits in 4 bytes in Q5_0 and Q5_1, 16 bytes.
+    """Blocks of 32: scale d; minimum m (Q4_1, Q5_1); 4 bytes of highest bits (Q5_0, Q5_1); 16 bytes of low bits.
 
     weight = d q + m, d (q - 8) in Q4_0, d (q - 16) in Q5_0, d values[q] in IQ4_NL
     """
@@ -220,9 +220,9 @@ def _legacy(
 
 
 def _k(raw: NDArray[np.uint8], bits: int) -> GroupedWeight:
-    """Q4_K and Q5_K, blocks of 256 in 8 groups: d, dmin, eight pairs of 6-bit (sc, mn) in 12 bytes, 128 bytes.
+    """Q4_K and Q5_K, blocks of 256 in 8 groups: d, dmin, eight pairs of 6-bit (sc, mn) in 12 bytes, low bits in 128.
 
-    weight = d sc q - dmin mn. Q5_K has 32 bytes of highest bits before the 128: bit g of byte i is of group g.
+    weight = d sc q - dmin mn. In Q5_K, 32 bytes of highest bits precede the 128: bit g of byte i belongs to group g.
     """
     *scales, a, b, c, high, low = _split(raw, 2, 2, 4, 4, 4, 32 * (bits - 4), 128)
     packed = low.reshape(*low.shape[:2], 4, 32)  # 32 bytes hold two groups: low halves, high halves
@@ -236,7 +236,7 @@ def _k(raw: NDArray[np.uint8], bits: int) -> GroupedWeight:
 
 
 def q2_k(raw: NDArray[np.uint8]) -> GroupedWeight:
-    """Blocks of 256: 16 pairs of 4-bit (sc, mn), 64 bytes, d, dmin; weight = d sc q - dmin mn."""
+    """Blocks of 256: 16 pairs of 4-bit (sc, mn), quants in 64 bytes, d, dmin; weight = d sc q - dmin mn."""
     pairs, low, *scales = _split(raw, 16, 64, 2, 2)
     d, dmin = map(_floats, scales)  # (R, N / 256, 1)
     return _blocks(_quarters(low), d * (pairs & 15), -dmin * (pairs >> 4), 2, 16, factors=(d, -dmin))
@@ -267,7 +267,7 @@ def q8_0(raw: NDArray[np.uint8]) -> GroupedWeight:
 
 
 def iq4_xs(raw: NDArray[np.uint8]) -> GroupedWeight:
-    """Blocks of 256: d, eight 6-bit scales sc in 2 + 4 bytes, 128 bytes; weight = d (sc - 32) values[q]."""
+    """Blocks of 256: d, eight 6-bit scales sc in 2 + 4 bytes, quants in 128; weight = d (sc - 32) values[q]."""
     d, sc_high, sc_low, packed = _split(raw, 2, 2, 4, 128)
     low = np.stack((sc_low & 15, sc_low >> 4), axis=-1).reshape(*packed.shape[:2], 8)
     high = _fields(sc_high, 2).swapaxes(-1, -2).reshape(low.shape)
