@@ -359,7 +359,8 @@ def fill(model: Transformer, plan: Plan, progress: Progress | None = None) -> No
         attend = Attend(pick_attention(device, plan.options.fast))
         model.set_submodule(f"layers.{i}.attention.attend", attend)
     # numpy converts what the kernels can't, and releases the GIL, so several threads use several cores. For a small
-    # weight, passing the GIL takes longer than threads save. Large weights are read singly: each is in memory twice.
+    # weight, passing the GIL between threads takes longer than several threads save. Large weights are read one after
+    # another, since each is in memory twice meanwhile.
     sizes = {
         name.removesuffix(".weight"): planned.memory_footprint
         for name, planned in plan.weights.items()

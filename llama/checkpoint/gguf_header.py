@@ -83,7 +83,7 @@ class _Cursor:
         type = self.scalar(UINT32)
         item, count = (self.scalar(UINT32), self.scalar(UINT64)) if type == ARRAY else (type, 1)
         if item == STRING:
-            self.take(8 * count)  # checks `count`: the lengths of the strings alone need so many bytes
+            self.take(8 * count)  # refuses a `count` that is too large: each length takes 8 bytes
             self.at -= 8 * count
             strings = self.strings(count)
             return strings if type == ARRAY else strings[0]

@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LowRank:
-    """The change scale * up @ down to a matrix (out, in): down (r, in), up (out, r)."""
+    """A change of a matrix (out, in): `scale * up @ down`, for down (r, in) and up (out, r)."""
 
     down: Tensor
     up: Tensor

@@ -92,7 +92,7 @@ def gptq(fields: Fields) -> Method:
     bits, group = _choice(fields, "bits", (4, 8)), _group_size(fields)
     symmetric, reorders = fields.get("sym", bool, False), fields.get("desc_act", bool, False)
     formats = [_choice(fields, key, ("gptq", "gptq_v2")) for key in ("checkpoint_format", "format")]
-    # Carries into the next integer are intended: the writer subtracted `ones` from the whole word.
+    # A carry into the next integer is intended: the writer subtracted `ones` from the whole word.
     ones = np.uint32(0 if "gptq_v2" in formats else sum(1 << i for i in range(0, 32, bits)))
     _refuse(fields, "dynamic", "rotation")
 

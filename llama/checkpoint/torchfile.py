@@ -86,7 +86,10 @@ def _read_archive(path: Path, flat: bool) -> dict[Any, Any]:
 
 
 def read_records(path: Path) -> dict[str, zipfile.ZipInfo]:
-    """The records of an archive, without their folder. Raises CheckpointError for what a mapping would read wrongly."""
+    """The records of an archive, by their names without the folder.
+
+    Raises CheckpointError for what a mapping would read wrongly.
+    """
     with zipfile.ZipFile(path) as archive:
         found = archive.infolist()
     records = {info.filename.partition("/")[2]: info for info in found}

@@ -13,7 +13,7 @@ FEW_KEYS = 32  # two of the widest vectors; with fewer keys, PyTorch's kernel lo
 
 
 def cpu_sdpa(q: Tensor, k: KeysOrValues, v: KeysOrValues, mask: Tensor | None = None) -> Tensor:
-    """`attention.sdpa`, but NaN in q or k gives NaN; PyTorch alone returns 0 if all scores of few keys are NaN."""
+    """`attention.sdpa`, but NaN in q or k gives NaN; PyTorch's own returns 0 for few keys whose scores are NaN."""
     q, k, v = dequantized(q, k, v)
     with kernels.all_threads():
         y = sdpa(q, k, v, mask)

@@ -1,4 +1,4 @@
-"""The work of the child process that compiles a grammar first (system/child.py).
+"""The work of a child process (system/child.py): it compiles each grammar before this process does.
 
 llguidance's own limits stop neither {"multipleOf": 299999967}, which takes minutes, nor a chain of 5,000 rules, which
 overflows the stack and ends the process. The main process compiles a grammar only if compiling succeeds here.

@@ -47,7 +47,7 @@ from .prefix import shared_prefix
 DRAFT_TOKENS = 10  # default maximum of drafted tokens in one pass
 # The cost of each further token in a pass, as a share of a pass over a single token: 0.10 to 0.15 on a CPU.
 ROW_COST = 0.12
-# Of the running estimate of the share of accepted tokens: the first value, the weight of the newest token, and how fast
+# The running estimate of the share of accepted tokens: its first value, the weight of the newest token, and how fast
 # the estimate recovers while nothing is drafted. The speed hardly depends on these three.
 FIRST_RATE, WEIGHT, RECOVERY = 0.5, 0.2, 0.01
 SHORTEST, LONGEST = 2, 4  # lengths of the n-grams to look up; a single token has too many continuations

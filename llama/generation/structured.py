@@ -145,7 +145,7 @@ def forced_call(choice: object, tools: Sequence[Mapping[str, Any]]) -> str | Non
 
 
 def _arguments(function: Mapping[str, Any]) -> str:
-    """A Lark grammar for a call after the name: ":" and the arguments, or "," and "arguments": ..; then any text."""
+    """A Lark grammar for a call after the name, up to any text: ": ARGUMENTS", or ", "arguments": ARGUMENTS"."""
     schema = _spelled({"type": "object", **(function.get("parameters") or {})}, whitespace_pattern=WHITE_SPACE)
     return f"""start: (":" WS arguments | "," WS KEY WS ":" WS arguments WS "}}") REST?
         WS: /[\\x20\\n\\r\\t]{{0,64}}/

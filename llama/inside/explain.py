@@ -320,7 +320,10 @@ def check(net: Transformer, ids: Sequence[int], token: int | None, layer: int) -
 
 
 def _angles(net: Transformer, length: int) -> tuple[Array, float]:
-    """Angles position * theta^(-2i/D) (T, D/2), and the factor of cos and sin. With a scaling, the library's values."""
+    """Angles position * theta^(-2i/D) (T, D/2), and the factor of cos and sin.
+
+    For a model with a RoPE scaling, both are the library's values.
+    """
     config, factor = net.config, 1.0
     inv_freq: Array = config.rope_theta ** (-np.arange(0, config.head_dim, 2) / config.head_dim)
     if config.rope_scaling is not None:

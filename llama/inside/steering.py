@@ -87,7 +87,7 @@ class ControlVector:
 
 @torch.no_grad()
 def control_vector(model: Transformer | Llama, pairs: Iterable[tuple[Sequence[int], Sequence[int]]]) -> ControlVector:
-    """For each layer except 0, the difference of the residual streams of two prompts; of several pairs, the mean.
+    """For each layer except 0, the difference of the residual streams of two prompts, or the mean over several pairs.
 
     pairs  (ids of the prompt to move towards, ids of the prompt to move away from)
 

@@ -19,7 +19,7 @@ from .common import INFILL, PREFIX, SUFFIX, Named, looks_control, named_token, s
 
 # Unicode's White_Space, which the `tokenizers` library strips; Python's strip() also removes four control characters
 WHITE_SPACE = "".join(one for one in map(chr, range(0x3001)) if one.isspace() and not "\x1c" <= one <= "\x1f")
-JOINER = "\u263a"  # put before a text that continues another one, as in Code Llama; no longer token contains it
+JOINER = "\u263a"  # put before a text that continues another one, as in Code Llama; it is not a part of a longer token
 
 LONGEST_PARTIAL = 3  # an incomplete character in UTF-8 has at most three bytes
 

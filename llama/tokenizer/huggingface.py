@@ -191,7 +191,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def _reference(self) -> Backend:
-        """The library's tokenizer of the unchanged file, in which parts of a text may become control tokens."""
+        """The library's tokenizer, made from the unchanged file; it may turn parts of a text into control tokens."""
         return build(self._source(), self._where)
 
     def _encode_after_control(self, text: str) -> list[int]:

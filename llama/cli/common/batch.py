@@ -63,7 +63,7 @@ class Item:
 
 
 def read_items(args: argparse.Namespace) -> list[Item]:
-    """Read the prompts. Raises UsageError, which names the wrong line and the mistake."""
+    """Read the prompts. Raises UsageError, which says which line is wrong, and why."""
     text = files.read_text(Path(args.prompts))
     items: dict[Id, Item] = {}
     for number, line in enumerate(text.removesuffix("\n").split("\n"), 1):
