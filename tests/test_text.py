@@ -288,7 +288,7 @@ WRONG: dict[str, tuple[Callable[[Llama], object], str]] = {
     "q as a list": (lambda llm: llama.apply_rotary_emb([1], HEADS, FREQS), "expected float numbers, got .1."),
     "q as integers": (lambda llm: llama.apply_rotary_emb(HEADS.long(), HEADS, FREQS), "expected float numbers"),
     "no k": (lambda llm: llama.apply_rotary_emb(HEADS, None, FREQS), "expected float numbers, got None"),
-    "no batch": (lambda llm: llama.apply_rotary_emb(HEADS[0], HEADS[0], FREQS), "expected q (B, T, H, D) and k"),
+    "no batch": (lambda llm: llama.apply_rotary_emb(HEADS[0], HEADS[0], FREQS), "expected q"),
     "real freqs_cis": (lambda llm: llama.apply_rotary_emb(HEADS, HEADS, FREQS.real), "expected complex numbers"),
     "no freqs_cis": (lambda llm: llama.apply_rotary_emb(HEADS, HEADS, None), "expected complex numbers, got None"),
     "freqs_cis of 3 rows": (lambda llm: llama.apply_rotary_emb(HEADS, HEADS, FREQS.expand(3, 5, 8)), "a row of 8"),
