@@ -427,6 +427,7 @@ def test_a_character_that_is_split_over_tokens_appears_once(show: Open, tiny_llm
     spelled = [{"id": byte, "bytes": [byte], "p": 0.9, "top": top} for byte in "a😀b".encode()]
     data["turns"][1]["tokens"] = spelled
     tab.evaluate("async (text) => load(new File([text], 'x.json'))", json.dumps(data))
+    until(tab, "document.querySelector('.t').innerText")  # the browser has drawn it
     assert tab.locator(".t").all_inner_texts() == ["a", "F0", "9F", "98", "😀", "b"]
     assert tab.evaluate("textOf(path()[0].tokens)") == "a😀b"
     for i in range(6):
