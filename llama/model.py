@@ -76,7 +76,7 @@ class Attention(nn.Module):
         q = self.q_norm(self.wq(x).unflatten(-1, (-1, self.head_dim)))  # (B, T, H, D)
         k = self.k_norm(self.wk(x).unflatten(-1, (-1, self.head_dim)))  # (B, T, KV, D)
         v = self.wv(x).unflatten(-1, (-1, self.head_dim))  # (B, T, KV, D)
-        q, k = self.apply_rotary_emb(q, k, freqs_cis)  # v is not rotated: position affects only the attention weights
+        q, k = self.apply_rotary_emb(q, k, freqs_cis)  # v is not rotated: position affects only the weights
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D), (B, KV, T, D) twice
         if cache is not None:
             k, v = cache.update(k, v, positions)  # (B, KV, S, D): cached keys are rotated already
