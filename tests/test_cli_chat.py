@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import os
 import re
@@ -28,7 +29,7 @@ from llama.tokenizer.common import BYTE_OF
 from . import tiny
 from .conftest import Run
 from .forked import Forked
-from .patience import PATIENCE
+from .patience import PATIENCE, until
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -218,8 +219,8 @@ def test_ctrl_c_keeps_the_lines_typed_during_an_answer(start: Start, letters: Pa
     chat = start("-m", letters, *GREEDY, "-n", "7000")
     chat.child.send("one" + ENTER)
     chat.child.expect_exact("aaaa")
-    chat.child.send(f"/save {tmp_path / 'talk'}{ENTER}")
-    chat.child.send("\x03")  # from the keyboard, so that the terminal may discard its input
+    chat.child.send(f"/save {tmp_path / 'talk'}\x03{ENTER}")  # at Ctrl-C, a terminal may discard its input
+    until(lambda: fcntl.ioctl(chat.side, termios.FIONREAD, bytes(4)) != bytes(4))  # it has received all of this
     os.kill(chat.pid, signal.SIGINT)  # the terminal does not control the process, so Ctrl-C sends no signal
     chat.child.expect_exact("clearllama: stopped")
     chat.child.expect_exact("saved")
@@ -333,11 +334,11 @@ def test_a_block_without_an_end_and_wrong_commands_are_errors(clearllama: Run, t
     assert [word in error for word, error in zip(words, errors, strict=True)] == [True] * len(words)
 
 
-@pytest.mark.parametrize("line", ["/set temperature 2", "/set parameter temp 2.0"])
+@pytest.mark.parametrize("line", ["/set temperature 1.5", "/set parameter temp 1.50"])
 def test_an_option_that_is_set_is_that_of_the_command(clearllama: Run, tiny_gguf: Path, line: str) -> None:
     args = ("-n", "6", "--seed", "1")
     both = talk(clearllama, tiny_gguf, "hello", line, "/set num_predict 9", "/clear", "hello", args=args)
-    alone = talk(clearllama, tiny_gguf, "hello", args=("-n", "9", "--seed", "1", "--temp", "2"))
+    alone = talk(clearllama, tiny_gguf, "hello", args=("-n", "9", "--seed", "1", "--temp", "1.5"))
     assert both.stdout.split(b"\n\n")[1] == alone.stdout != both.stdout.split(b"\n\n")[0]
 
 

@@ -32,6 +32,9 @@ ACTS = {
     "generate hi -sys x -dev cpu": "generate hi --system x --device cpu",
     "generate -f a.txt": "generate --file a.txt",
     "generate hi -temp 0 -top-k=3 -model m": "generate hi --temperature 0 --top-k 3 --model m",
+    "generate hi --rope-scale 4": "generate hi --rope-factor 4",
+    "bench m -p 8 -n 2 -r 1": "bench m --prompt-tokens 8 --new-tokens 2 --reps 1",
+    "convert a b.gguf --quantize Q4_K_M": "convert a b.gguf --quantize q4_k",
     "serve -m m -c 512 -np 4 -a x --port 80": "serve m --max-seq-len 512 --parallel 4 --alias x --port 80",
     # Ollama
     "run m": "chat -m m",
@@ -41,6 +44,7 @@ ACTS = {
     "run hf.co/org/x:Q4_0 -sys x": "chat hf.co/org/x:Q4_0 --system x",
     "ls": "list",
     "show m": "inspect m",
+    "info m": "inspect m",
     "generate hi --num-ctx 512": "generate hi --max-seq-len 512",
     # vLLM
     "serve --model m --max-model-len 512 --served-model-name x": "serve -m m --max-seq-len 512 --name x",
@@ -78,6 +82,7 @@ NAMED = {
     "generate hi -hff x.gguf": "use --model ORG/NAME/FILE.gguf",
     "generate hi -ts 3,1": "use --device cuda:0,cuda:1",
     "generate hi --mmproj x": "images are not supported",
+    "perplexity -f a.txt": "give the file as an argument",
     "doctor -ngl 99": "-ngl; other commands call it --gpu-layers, but doctor does not have it",
     # Ollama
     "ps": "ps: no model stays loaded between commands; clearllama serve",

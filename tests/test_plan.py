@@ -159,7 +159,12 @@ def test_the_report_has_the_facts_of_the_json(capsys: pytest.CaptureFixture[str]
 
 def test_a_gpu_without_a_bandwidth_gets_a_plan_without_a_speed(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["plan", "-m", "llama-3.1-8b", "--gpus", "1xcustom", "--gpu-memory", "16GB", "--quantize", "int4"]
-    for more, text in (([], "not estimated: add --gpu-bandwidth"), (["--gpu-bandwidth", "1000GB/s"], "tok/s each")):
+    speed = ["--gpu-bandwidth", "1000GB/s"]
+    for more, text in (
+        ([], "not estimated: add --gpu-bandwidth"),
+        (speed, "speed     at most "),
+        ([*speed, "--gpus", "1xcpu"], "speed     about "),
+    ):
         assert main([*command, *more]) == 0
         assert text in capsys.readouterr().out
 

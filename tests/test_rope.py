@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 
 import pytest
@@ -117,12 +118,16 @@ def test_keys_or_a_table_of_another_length_are_rejected() -> None:
     for rows in (1, 6, 8):
         with pytest.raises(ValueError, match="7 tokens"):
             llama.apply_rotary_emb(q, k, llama.precompute_freqs_cis(16, rows))
-    for rotate in (
-        lambda: llama.apply_rotary_emb(q, k[:, :1], freqs_cis),
-        lambda: apply_rotary_emb_real(q, k[:1], freqs_cis.real, freqs_cis.imag),
-        lambda: llama.apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2)[..., :1, :], *halves(freqs_cis)),
+    ours, theirs = "q (B, T, H, D) and k (B, T, KV, D)", "q (B, H, T, D) and k (B, KV, T, D)"
+    for expected, rotate in (
+        (ours, lambda: llama.apply_rotary_emb(q, k[:, :1], freqs_cis)),
+        (ours, lambda: apply_rotary_emb_real(q, k[:1], freqs_cis.real, freqs_cis.imag)),
+        (
+            theirs,
+            lambda: llama.apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2)[..., :1, :], *halves(freqs_cis)),
+        ),
     ):
-        with pytest.raises(ValueError, match="expected q"):
+        with pytest.raises(ValueError, match=re.escape(expected)):
             rotate()
 
 

@@ -339,7 +339,7 @@ def test_bodies_that_are_no_request(server: Running) -> None:
     for kind in ("", "text/plain", "application/json2"):
         status, text, _ = ask(server, TEXT, {"prompt": "a"}, **{"Content-Type": kind})
         assert status == 415
-        error_object(status, text, "application/json")
+        error_object(status, text, "send the header Content-Type: application/json")
 
 
 def test_a_body_has_a_largest_size(server: Running) -> None:
