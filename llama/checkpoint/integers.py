@@ -1,6 +1,6 @@
 """Weights as integers in groups, as other programs store them.
 
-In shapes: N rows (out features), of which a part has n; K columns; G groups in a row.
+Letters of shapes: N rows (out features), n rows of a part, K columns, G groups in a row.
 """
 
 from __future__ import annotations

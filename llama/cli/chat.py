@@ -191,7 +191,7 @@ class Chat:
         """Run a /command. Raises UsageError for an unknown one or a wrong argument."""
         from ..generation.session import Session
 
-        line = line.replace("/set system", "/system", 1)  # Ollama's name
+        line = re.sub(r"^/set (?=system\b)", "/", line)  # Ollama's name
         name, _, rest = line.removeprefix("/").partition(" ")
         match f"/{name}", rest.strip():
             case "/help" | "/?", "":

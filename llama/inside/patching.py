@@ -23,7 +23,7 @@ from .exact import float32_logits
 from .hooks import transformer
 
 LEGEND = ". = -5 to 5 %, 1 to 9 = tenths, # = 95 % or more, - = below -5 %"
-T = TypeVar("T")
+Result = TypeVar("Result")
 ROWS = 16  # positions that are patched at once, each in its own row of a batch
 
 
@@ -56,7 +56,7 @@ def patching_grid(model: Transformer | Llama, source: Sequence[int] | Tensor, ta
     return result(patching_steps(model, one_text(source), one_text(target)))
 
 
-def result(steps: Generator[tuple[int, int], None, T]) -> T:
+def result(steps: Generator[tuple[int, int], None, Result]) -> Result:
     """Do all steps, and return what the generator returns."""
     while True:
         try:

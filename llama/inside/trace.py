@@ -301,7 +301,7 @@ def facts(trace: Trace, tokenizer: Tokenizer, about: Mapping[str, Any]) -> dict[
                next_ids minus that of the second. By distance: profile (L, H, T), profile_without_first (L, H, T-1).
                By pair: pair_norms (L, H, D/2)
     rope       inv_freq (D/2,); turns (D/2,), the full turns between the first and the last token
-    change     null, or: told, descriptions of the changes; kl (T,), KL(before || after) of the predictions after each
+    change     null, or told: descriptions of the changes; kl (T,): KL(before || after) of the prediction after each
                token; before and after, in the form of `tokens`
     """
     weights = trace.weights

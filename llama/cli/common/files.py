@@ -65,7 +65,7 @@ def _read_stdin(required: bool = True) -> str:
 def _read_piped() -> str:
     """Read standard input if it is a pipe or a file, and report this on stderr; otherwise return ''.
 
-    A file of which a part was already read is not read: a shell's loop around this command may be reading it.
+    A file that was already read in part is left alone: a shell's loop around this command may be reading it.
     """
     text = ""
     with contextlib.suppress(OSError):  # standard input is closed
